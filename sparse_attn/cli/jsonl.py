@@ -20,9 +20,9 @@ from sparse_attn.framework import checks
 from sparse_attn.generation import processes
 from sparse_attn.generation.blocks import blocks_for
 from sparse_attn.generation.inputs import checked_prompts, checked_sampling
+from sparse_attn.generation.model import Model
 from sparse_attn.generation.sampling import Sampling
 from sparse_attn.generation.scheduler import Batching, Occupancy
-from sparse_attn.generation.steps import Model
 from sparse_attn.generation.text import StopStrings, Tokenizer, check_text
 from sparse_attn.ops.layers.sampling import row_seeds
 from sparse_attn.pipeline import default_block_size

@@ -45,7 +45,10 @@ from sparse_attn.files import read_text, write_output
 from sparse_attn.framework.target import CPU, H200, IMPLEMENTATIONS, resolve_impl, target_of
 from sparse_attn.framework.torch_private import dynamo_counts
 from sparse_attn.generation import processes, text
-from sparse_attn.generation.generate import Model, Sampling, check_capturable, generate
+from sparse_attn.generation.generate import generate
+from sparse_attn.generation.graph import check_capturable
+from sparse_attn.generation.model import Model
+from sparse_attn.generation.sampling import Sampling
 from sparse_attn.generation.selections import Watch
 from sparse_attn.mesh import ONE_RANK, Mesh, show_mesh
 from sparse_attn.mxfp4 import GROUP, MXFP4

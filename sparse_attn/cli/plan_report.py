@@ -6,7 +6,7 @@ from sparse_attn.roofline import LINK
 
 
 def show(numbers: dict) -> None:
-    """Print what runtime.plan found."""
+    """Print what cli.plan found."""
     bounds, target, workspace = numbers["bounds"], numbers["target"], numbers["workspace"]
     print(f"{numbers['model']} on {target['vendor']} {target['arch']}")
     print(", ".join(f"{name} {value}" for name, value in bounds.items() if value is not None and name != "mesh"))

@@ -19,7 +19,9 @@ from sparse_attn import workspace
 from sparse_attn.cli.documents import Document
 from sparse_attn.generation.batch import Batch, compiled, locked_workspace, prepare, scratch_size
 from sparse_attn.generation.graph import DecodeGraph
-from sparse_attn.generation.steps import Model, Sampling, decode_plan, prefill_step, slot_block
+from sparse_attn.generation.model import Model
+from sparse_attn.generation.sampling import Sampling
+from sparse_attn.generation.steps import decode_plan, prefill_step, slot_block
 from sparse_attn.generation.text import Tokenizer
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.pipeline import cache_layouts

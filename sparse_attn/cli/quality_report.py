@@ -1,4 +1,4 @@
-"""`python -m sparse_attn quality`: the table of runtime.quality for a checkpoint."""
+"""`python -m sparse_attn quality`: the table of cli.quality for a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has a row of a decode loop and which blocks, who waits, and who gives way: the books of runtime.batching."""
+"""Who has a row of a decode loop and which blocks, who waits, and who gives way: the books of generation.scheduler."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from sparse_attn.generation.blocks import BlockPool, BlockTables, blocks_for
 from sparse_attn.generation.cache_rows import Rows, ringed
 from sparse_attn.generation.loop import DecodeRows
+from sparse_attn.generation.model import AnyCaches
 from sparse_attn.generation.preemption import park, unpark
 from sparse_attn.generation.prefixes import Prefixes
 from sparse_attn.generation.requests import Request
 from sparse_attn.generation.sampling import Draws
-from sparse_attn.generation.steps import AnyCaches
 
 AGE = attrgetter("number")  # of a request, the oldest first
 

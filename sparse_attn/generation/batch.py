@@ -13,8 +13,9 @@ from sparse_attn.framework import checks
 from sparse_attn.framework.target import Target, resolve_impl, target_of
 from sparse_attn.framework.torch_private import mark_static_address
 from sparse_attn.generation.blocks import BlockPool, BlockTables, Span, blocks_for, prefill_chunks
+from sparse_attn.generation.model import AnyCaches, Model
 from sparse_attn.generation.sampling import Draws
-from sparse_attn.generation.steps import AnyCaches, Decode, Model, least_capacity
+from sparse_attn.generation.steps import Decode, least_capacity
 from sparse_attn.models.checks import check_params
 from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.pipeline import Bounds, CacheLayouts, check_block_size, default_block_size, workspace_size

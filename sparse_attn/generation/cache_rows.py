@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from sparse_attn.framework.torch_private import copy_all, storage_key
-from sparse_attn.generation.steps import AnyCaches, sent
+from sparse_attn.generation.model import AnyCaches
+from sparse_attn.generation.steps import sent
 from sparse_attn.types import Caches
 
 WORDS = torch.int64, torch.int32, torch.int16, torch.uint8

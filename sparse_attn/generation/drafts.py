@@ -9,7 +9,7 @@ import torch
 
 from sparse_attn.framework import checks
 from sparse_attn.framework.torch_private import uncompiled
-from sparse_attn.generation.model import DRAFTERS, Model
+from sparse_attn.generation.model import DRAFTERS, AnyCaches, Model
 from sparse_attn.generation.sampling import Sampling, draw
 from sparse_attn.generation.speculation import (
     Drafter,
@@ -20,7 +20,7 @@ from sparse_attn.generation.speculation import (
     speculative_tokens,
     verify,
 )
-from sparse_attn.generation.steps import AnyCaches, Decode, Predict, Step, decode_plan, seeds_of
+from sparse_attn.generation.steps import Decode, Predict, Step, decode_plan, seeds_of
 from sparse_attn.types import StepPlan
 
 

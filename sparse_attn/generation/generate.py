@@ -1,6 +1,7 @@
 """The generation loop: prefill in chunks, then decode one token per request and step, over paged caches.
 
-``generate`` looks at tokens only to learn that all rows stopped; runtime.steps and runtime.graph hold what it runs.
+``generate`` looks at tokens only to learn that all rows stopped; what it runs is in generation.steps and
+generation.graph.
 """
 
 from __future__ import annotations
@@ -20,21 +21,11 @@ from sparse_attn.generation.graph import DecodeGraph, check_capturable
 from sparse_attn.generation.inputs import checked_best, checked_prompts, checked_samplings, checked_seeds
 from sparse_attn.generation.logprobs import TokenLogprobs
 from sparse_attn.generation.loop import DecodeRows, EagerDecode
+from sparse_attn.generation.model import AnyCaches, Model
 from sparse_attn.generation.processes import check_same, check_same_weights
-from sparse_attn.generation.sampling import draws_of
+from sparse_attn.generation.sampling import Sampling, draws_of
 from sparse_attn.generation.speculation import Drafter
-from sparse_attn.generation.steps import (
-    AnyCaches,
-    Decode,
-    Model,
-    Sampling,
-    decode_plan,
-    decode_step,
-    prefill_step,
-    slot_block,
-    stop,
-)
-from sparse_attn.generation.steps import advance as advance  # beside decode_step, for callers who draw for themselves
+from sparse_attn.generation.steps import Decode, decode_plan, decode_step, prefill_step, slot_block, stop
 from sparse_attn.mesh import ONE_RANK
 from sparse_attn.models.exchange import drafting_bytes, step_bytes
 from sparse_attn.pipeline import Bounds
@@ -123,7 +114,7 @@ def generate(
     decode by replaying a captured step; with keep_logits or logprobs the host reads each step's before it replays the
     next one. batch_invariant: as Model takes it; a prompt's tokens and log-probabilities do not depend on the
     other prompts. speculate: drafts that a decode step verifies; the tokens are
-    those without. drafter: the function that drafts, see runtime.speculation.Drafter; None: the model's layer of
+    those without. drafter: the function that drafts, see generation.speculation.Drafter; None: the model's layer of
     multi-token prediction.
 
     TypeError for numbers of the wrong kind. ValueError for empty prompts, ids outside the vocabulary, prompts that with
@@ -133,8 +124,8 @@ def generate(
     model = model.invariant() if batch_invariant else model
     if model.mesh.sharing > 1:
         raise ValueError(
-            f"model: got experts that {model.mesh.sharing} data ranks share, allowed: runtime.batching, whose data "
-            "ranks step together"
+            f"model: got experts that {model.mesh.sharing} data ranks share, allowed: Batching, whose data ranks "
+            "step together"
         )
     check_speculate(speculate, drafter)
     prompts, max_new_tokens = checked_prompts(prompts, model.spec, max_new_tokens), int(max_new_tokens)

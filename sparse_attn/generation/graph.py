@@ -19,10 +19,11 @@ from sparse_attn.framework import streams, torch_private
 from sparse_attn.framework.target import target_of
 from sparse_attn.generation.inputs import checked_sampling
 from sparse_attn.generation.loop import HISTORY, DecodeRows
+from sparse_attn.generation.model import AnyCaches
 from sparse_attn.generation.processes import REPLAY_S
-from sparse_attn.generation.sampling import Draws
+from sparse_attn.generation.sampling import Draws, Sampling
 from sparse_attn.generation.speculation import Drafter
-from sparse_attn.generation.steps import AnyCaches, Predict, Sampling, Step
+from sparse_attn.generation.steps import Predict, Step
 from sparse_attn.generation.stream import TokenStream
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.moe import DENSE_MAX_EXPERTS, grouped_waits, takes_grouped
@@ -75,8 +76,8 @@ class DecodeGraph(DecodeRows):
     last step, for work on the current stream between two runs. keep_logprobs: the streams hold the log-probability of
     each token, under the model's own softmax. draws: sampling a row, in place of ``sampling``; of any number of rows.
     ``load`` sets its values; which of its fields are None, and how many stop ids a row may have, stays.
-    speculate: drafts a step feeds behind each row's token, see runtime.speculation; steps then take (drafts + 1) rows a
-    row, ``logits`` holds as many, and caches are to be allocated with next_n and step_rows of at least that. drafter: a
+    speculate: drafts a step feeds behind each row's token, see generation.speculation; steps then take (drafts + 1)
+    rows a row, ``logits`` holds as many, and caches are to be allocated with next_n and step_rows of at least that. drafter: a
     function that drafts, captured with the step; None: the layer of multi-token prediction of ``step``, a Model with
     its weights, whose keys prefill_step wrote. predict: that layer under torch.compile.
     batch_invariant: of a step that is, see Model. Every step runs the largest bucket then, so that what torch.compile

@@ -1,7 +1,7 @@
 """Rows of a decode loop: who sits where, changed between steps without touching the others, and steps that do not wait.
 
 DecodeRows holds what captured and eager loops share. EagerDecode is the loop of a CPU, and of whatever cannot be
-captured; runtime.graph.DecodeGraph replays.
+captured; generation.graph.DecodeGraph replays.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from sparse_attn.framework import checks
 from sparse_attn.framework.autocast import no_autocast
 from sparse_attn.generation.drafts import Speculator, check_speculate
 from sparse_attn.generation.inputs import checked_sampling
+from sparse_attn.generation.model import AnyCaches
 from sparse_attn.generation.row_settings import RowEdits, RowSettings, rows_of
 from sparse_attn.generation.sampling import Draws, Sampling, check_counted, check_draws
 from sparse_attn.generation.speculation import Drafter
-from sparse_attn.generation.steps import AnyCaches, Decode, Predict, Step, advance, decode_plan, slot_block
+from sparse_attn.generation.steps import Decode, Predict, Step, advance, decode_plan, slot_block
 from sparse_attn.generation.stream import TokenStream, on_host_like, passed
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.ops.layers.sampling import token_logprobs

@@ -9,9 +9,9 @@ import torch
 
 from sparse_attn.generation.cache_rows import paged, put_back, ringed, take_out
 from sparse_attn.generation.loop import DecodeRows
+from sparse_attn.generation.model import AnyCaches
 from sparse_attn.generation.requests import Parked
 from sparse_attn.generation.sampling import Draws
-from sparse_attn.generation.steps import AnyCaches
 
 
 def park(loop: DecodeRows, caches: AnyCaches, row: int, blocks: Sequence[int], length: int) -> Parked:

@@ -4,7 +4,7 @@ A call of ``step`` admits waiting requests, runs one prefill step of newcomers a
 delivers the tokens that have arrived. It never waits for the device. What is where:
 
 - Requests are admitted in the order in which they came, each once its prompt's blocks are free. Nobody overtakes.
-- A prompt begins with blocks that earlier ones left (runtime.prefixes), with rings where the model has them.
+- A prompt begins with blocks that earlier ones left (generation.prefixes), with rings where the model has them.
 - When blocks run out, kept prefixes are let go of, then the youngest request is preempted: what it wrote is copied to
   the host, its blocks serve the others, and later it goes on as if nothing had been. The oldest request always gets
   what it needs, and no request is taken that could not run alone, so something always finishes.
@@ -32,11 +32,12 @@ from sparse_attn.generation.drafts import check_speculate
 from sparse_attn.generation.graph import DecodeGraph, check_capturable
 from sparse_attn.generation.inputs import checked_prompt, checked_sampling
 from sparse_attn.generation.loop import DecodeRows, EagerDecode
+from sparse_attn.generation.model import Model
 from sparse_attn.generation.processes import check_same, check_same_weights, most_of_all
 from sparse_attn.generation.requests import Finished, Occupancy, Request
-from sparse_attn.generation.sampling import Draws, row_draws
+from sparse_attn.generation.sampling import Draws, Sampling, row_draws
 from sparse_attn.generation.speculation import Drafter
-from sparse_attn.generation.steps import Model, PrefillSize, Sampling, least_capacity, prefill_step
+from sparse_attn.generation.steps import PrefillSize, least_capacity, prefill_step
 from sparse_attn.generation.stream import TokenStream, on_the_way
 from sparse_attn.mesh import ALONE
 from sparse_attn.ops.layers.sampling import token_logprobs

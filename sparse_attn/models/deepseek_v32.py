@@ -2,7 +2,7 @@
 
 What tells the two models apart (dimensions, index rope pairing, shared index layers, yarn, expert groups) is in the
 spec. Under torch.compile ``spec`` and ``layouts`` may reach the function in any way. Where they are globals or
-attributes of an nn.Module (runtime.steps.Model), Dynamo treats their numbers as constants. Where they are arguments,
+attributes of an nn.Module (generation.model.Model), Dynamo treats their numbers as constants. Where they are arguments,
 closed over or in a functools.partial, it treats them as symbols that guards hold to their values.
 """
 

@@ -132,5 +132,5 @@ def test_one_batch_of_ranks_that_share_experts_is_refused():
     spec = preset("tiny_v32")
     mesh = planned_mesh(data=2, expert=2)
     model = Model(spec, shard_params(dict(random_params(spec, 0)), mesh), cache_layouts(spec, "fp32"), mesh=mesh)
-    with pytest.raises(ValueError, match=r"model: got experts that 2 data ranks share, allowed: runtime.batching"):
+    with pytest.raises(ValueError, match=r"model: got experts that 2 data ranks share, allowed: Batching"):
         generate(model, [[1, 2]], max_new_tokens=2)
