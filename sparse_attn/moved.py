@@ -1,4 +1,5 @@
-"""Where modules lay until 0.2. Old names go on for one release, with a DeprecationWarning that says the new one."""
+"""Where modules lay until 0.2, and what else stood at the top. Old names go on for one release, with a
+DeprecationWarning that says the new one."""
 
 from __future__ import annotations
 
@@ -29,6 +30,31 @@ MOVED = {
     "runtime.text": "generation.text",
     "target": "framework.target",
 }
+LEFT = {  # names of the package's top, by the module that has them
+    "explanation": "Explanation",
+    "framework.target": "Target",
+    "layout": "parse_layout",
+    "mesh": "Mesh Ranks mesh_of planned_mesh",
+    "ops.attention.sparse": "lse_to_base2 lse_to_flashmla sparse_attn_into",
+    "ops.indexer.queries": "hadamard_transform",
+    "ops.indexer.scores": "bf16_mqa_logits bf16_paged_mqa_logits mxfp4_mqa_logits mxfp4_paged_mqa_logits",
+    "ops.layers.experts": "packed_experts",
+    "ops.layers.hyper_connection": "hyper_head hyper_merge hyper_mix",
+    "ops.layers.linears": "grouped_linear linear",
+    "ops.layers.rope": "Yarn",
+    "ops.layers.router": "biased_grouped_topk hash_routed_experts",
+    "ops.layers.sampling": "count_tokens filter_logits penalise_logits token_logprobs",
+    "ops.ragged.lists": (
+        "combine_topk_swa_indices_ragged compute_global_topk_ragged_indices_and_indptr entry_indices window_indices"
+    ),
+    "ops.ragged.step_plans": "build_compressed_plan build_window_plan",
+    "ops.topk.ranks": "count_digits count_ties merge_candidates pack_candidates take_winners",
+    "pipeline": "Selection",
+    "spec": "CompressedSpec IndexSpec MoeSpec Spec YarnSpec",
+    "types": "AttentionOutput Caches CompressedPlan HyperMix IndexKeys Logprobs StepPlan WindowCaches WindowPlan",
+    "workspace": "Workspace WorkspaceSize release",
+}
+NAMES = {name: module for module, names in LEFT.items() for name in names.split()}
 
 
 class Finder:
@@ -62,3 +88,12 @@ def install() -> None:
     """Ask first: a folder that is left over, of bytecode alone, would be taken for a package."""
     if Finder not in sys.meta_path:
         sys.meta_path.insert(0, Finder)
+
+
+def left_the_top(name: str) -> object:
+    """What ``sparse_attn.name`` was; AttributeError where there was none."""
+    if name not in NAMES:
+        raise AttributeError(f"module 'sparse_attn' has no attribute {name!r}")
+    module = PACKAGE + NAMES[name]
+    warnings.warn(f"{PACKAGE}{name} is {module}.{name} now", DeprecationWarning, stacklevel=3)
+    return getattr(importlib.import_module(module), name)

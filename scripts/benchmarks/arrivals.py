@@ -17,10 +17,8 @@ from benchmarks.loops import BLOCK, four_layers, model_of, state_of, wall_us
 from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
+from sparse_attn import Batching, DecodeGraph, Model, Sampling
 from sparse_attn.generation import scheduler as scheduling
-from sparse_attn.generation.graph import DecodeGraph
-from sparse_attn.generation.scheduler import Batching
-from sparse_attn.generation.steps import Model, Sampling
 from sparse_attn.models.deepseek_v32 import allocate_caches
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts

@@ -17,6 +17,7 @@ from benchmarks.inputs import normal
 from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
+from sparse_attn import DecodeGraph, Model, Sampling
 from sparse_attn.checkpoints.formats import first_layers
 from sparse_attn.checkpoints.load import load, open_checkpoint, readings_of
 from sparse_attn.checkpoints.memory import weight_bytes
@@ -26,9 +27,8 @@ from sparse_attn.checkpoints.share import share_of
 from sparse_attn.cli.plan import plan
 from sparse_attn.framework.target import target_of
 from sparse_attn.generation.batch import scratch_size
-from sparse_attn.generation.graph import DecodeGraph
-from sparse_attn.generation.model import AnyCaches, Model
-from sparse_attn.generation.steps import Decode, Sampling, decode_step
+from sparse_attn.generation.model import AnyCaches
+from sparse_attn.generation.steps import Decode, decode_step
 from sparse_attn.layout import Layout
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.params import ROPE_NAMES, model_rope_tables

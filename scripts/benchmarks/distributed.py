@@ -20,6 +20,7 @@ from benchmarks.checkpoints import FREE, captured_step, step_bounds, step_us, we
 from benchmarks.record import Record
 from benchmarks.run import Run
 from benchmarks.steps import HELD, by_part, cached_bytes
+from sparse_attn import Model, generate
 from sparse_attn.checkpoints.formats import first_layers
 from sparse_attn.checkpoints.load import load, open_checkpoint
 from sparse_attn.checkpoints.memory import weight_bytes
@@ -29,8 +30,6 @@ from sparse_attn.cli.plan import plan
 from sparse_attn.cli.shipped import shipped_models
 from sparse_attn.framework import streams
 from sparse_attn.framework.target import target_of
-from sparse_attn.generation.generate import generate
-from sparse_attn.generation.model import Model
 from sparse_attn.generation.processes import make_mesh
 from sparse_attn.mesh import ONE_RANK, Mesh, Ranks, planned_mesh
 from sparse_attn.models.exchange import step_bytes

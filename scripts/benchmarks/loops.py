@@ -13,8 +13,8 @@ import torch
 from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
-from sparse_attn.generation.generate import Decode, Model, Sampling, decode_plan, decode_step
-from sparse_attn.generation.graph import DecodeGraph
+from sparse_attn import DecodeGraph, Model, Sampling
+from sparse_attn.generation.steps import Decode, decode_plan, decode_step
 from sparse_attn.models.deepseek_v32 import allocate_caches
 from sparse_attn.models.mla import attention
 from sparse_attn.models.params import FP32_NAMES, model_rope_tables

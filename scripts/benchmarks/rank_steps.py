@@ -13,9 +13,9 @@ from benchmarks.ranks import copies
 from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
+from sparse_attn import Model
 from sparse_attn.checkpoints.formats import first_layers
 from sparse_attn.checkpoints.random_packed import random_packed_params
-from sparse_attn.generation.model import Model
 from sparse_attn.mesh import Mesh, planned_mesh
 from sparse_attn.models.exchange import step_bytes
 from sparse_attn.pipeline import cache_layouts, default_block_size

@@ -10,11 +10,10 @@ from benchmarks.loops import BLOCK, four_layers, model_of, state_of, wall_us
 from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
+from sparse_attn import DecodeGraph, Model, generate
 from sparse_attn.checkpoints.load import load, predicted_layers, read_config
 from sparse_attn.cli.documents import held_out_text
 from sparse_attn.cli.shipped import folder_of
-from sparse_attn.generation.generate import Model, generate
-from sparse_attn.generation.graph import DecodeGraph
 from sparse_attn.models.deepseek_v32 import allocate_caches
 from sparse_attn.pipeline import cache_layouts
 

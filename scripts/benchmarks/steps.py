@@ -16,10 +16,9 @@ from benchmarks.checkpoints import SHARES, captured_step, fitting_share, step_bo
 from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
-from sparse_attn import ops
+from sparse_attn import Model, ops
 from sparse_attn.checkpoints.memory import weight_bytes
 from sparse_attn.checkpoints.random_packed import random_packed_params
-from sparse_attn.generation.model import Model
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.roofline import Work
 from sparse_attn.spec import CompressedSpec, preset

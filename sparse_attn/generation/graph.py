@@ -77,9 +77,9 @@ class DecodeGraph(DecodeRows):
     each token, under the model's own softmax. draws: sampling a row, in place of ``sampling``; of any number of rows.
     ``load`` sets its values; which of its fields are None, and how many stop ids a row may have, stays.
     speculate: drafts a step feeds behind each row's token, see generation.speculation; steps then take (drafts + 1)
-    rows a row, ``logits`` holds as many, and caches are to be allocated with next_n and step_rows of at least that. drafter: a
-    function that drafts, captured with the step; None: the layer of multi-token prediction of ``step``, a Model with
-    its weights, whose keys prefill_step wrote. predict: that layer under torch.compile.
+    rows a row, ``logits`` holds as many, and caches are to be allocated with next_n and step_rows of at least that.
+    drafter: a function that drafts, captured with the step; None: the layer of multi-token prediction of ``step``, a
+    Model with its weights, whose keys prefill_step wrote. predict: that layer under torch.compile.
     batch_invariant: of a step that is, see Model. Every step runs the largest bucket then, so that what torch.compile
     made has one shape whoever is there, too.
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sparse_attn import Model
 from sparse_attn.checkpoints import load as loading
 from sparse_attn.checkpoints import memory
 from sparse_attn.checkpoints.formats import form_of, form_said_by, nbytes_of, shards_of
 from sparse_attn.checkpoints.load import load, read_config
 from sparse_attn.checkpoints.published import write_published
 from sparse_attn.checkpoints.save import save
-from sparse_attn.generation.model import Model
 from sparse_attn.models.params import random_params, stays_packed
 from sparse_attn.models.shapes import param_shapes, prediction_shapes
 from sparse_attn.pipeline import cache_layouts

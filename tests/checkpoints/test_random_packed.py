@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparse_attn import cache_layouts
+from sparse_attn import Model, cache_layouts, generate
 from sparse_attn.checkpoints.load import load
 from sparse_attn.checkpoints.published import write_published
 from sparse_attn.checkpoints.random_packed import random_packed_params
 from sparse_attn.checkpoints.share import share_of
 from sparse_attn.checkpoints.weights_to_device import is_finite
-from sparse_attn.generation.generate import generate
-from sparse_attn.generation.model import Model
 from sparse_attn.spec import preset
 from sparse_attn.weight_layout import PackedWeight, dequantise, weight_shape
 

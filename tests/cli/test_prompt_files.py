@@ -12,11 +12,10 @@ import time
 import pytest
 from conftest import long
 
+from sparse_attn import Batching, Model, Sampling, generate
 from sparse_attn.cli.jsonl import Table, read_prompts
 from sparse_attn.cli.main import main
-from sparse_attn.generation.generate import Model, generate
-from sparse_attn.generation.scheduler import Batching, Occupancy
-from sparse_attn.generation.steps import Sampling
+from sparse_attn.generation.scheduler import Occupancy
 from sparse_attn.generation.text import byte_tokenizer
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts

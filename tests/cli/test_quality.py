@@ -15,13 +15,13 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from sparse_attn import Model
 from sparse_attn.checkpoints.convert import convert
 from sparse_attn.checkpoints.load import load
 from sparse_attn.cli.documents import held_out_text, question, retrieval_documents, tail_of, text_documents
 from sparse_attn.cli.quality import WAYS, Way, encode, measure, score
 from sparse_attn.cli.quality_report import DEFAULT_CONTEXT
 from sparse_attn.cli.shipped import folder_of, shipped_models, tokenizer_of
-from sparse_attn.generation.steps import Model
 from sparse_attn.generation.text import byte_tokenizer
 from sparse_attn.layout import LatentFp8Layout
 from sparse_attn.ops.topk.select import reference as selection

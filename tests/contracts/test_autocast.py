@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sparse_attn import bf16_mqa_logits, hyper_head, hyper_mix
+from sparse_attn import Model, Sampling, generate
 from sparse_attn.framework.torch_private import dynamo_counts
-from sparse_attn.generation.generate import Sampling, generate
-from sparse_attn.generation.steps import Model
 from sparse_attn.generation.text import shipped_text
 from sparse_attn.models import moe
 from sparse_attn.models.norms import layer_norm, linear_fp32
 from sparse_attn.models.params import random_params
+from sparse_attn.ops.indexer.scores import bf16_mqa_logits
+from sparse_attn.ops.layers.hyper_connection import hyper_head, hyper_mix
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.spec import preset
 

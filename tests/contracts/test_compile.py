@@ -24,11 +24,11 @@ from support.steps import (
     tensors_of,
 )
 
-from sparse_attn import workspace
+import sparse_attn
+from sparse_attn import Model, workspace
 from sparse_attn.framework.target import target_of
 from sparse_attn.framework.torch_private import counters, mark_static_address
 from sparse_attn.generation.batch import REPEATABLE
-from sparse_attn.generation.generate import Model
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
 from sparse_attn.spec import preset
@@ -72,6 +72,25 @@ def test_inductor_on_cpu():
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     check_decode(model, compiled, exact=False, alone=False)
     assert not counters()["graph_break"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_names_of_the_top_are_traced(monkeypatch):
+    """Those that stand there, one that is loaded when it is first asked for, and one that left."""
+    fresh()
+    monkeypatch.delitem(vars(sparse_attn), "Sampling", raising=False)
+
+    def step(scores, ends):
+        columns = sparse_attn.top_k_per_row(
+            scores * sparse_attn.Sampling(temperature=2.0).temperature, 2, row_ends=ends
+        )
+        return sparse_attn.token_logprobs(scores, columns[:, 0].long()).drawn, sparse_attn.Ragged(columns, ends)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="eager")
+    for rows, width in ((2, 8), (3, 9), (5, 40)):
+        inputs = torch.randn(rows, width), torch.arange(rows, dtype=torch.int32) + 2
+        torch.testing.assert_close(compiled(*inputs), step(*inputs))
+    assert counters()["stats"]["unique_graphs"] == 1 and not counters()["graph_break"]
 
 
 def op_sequence(model, tokens, plan, batch):

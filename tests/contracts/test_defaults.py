@@ -15,10 +15,11 @@ import torch
 from support.other_defaults import DTYPES
 
 import sparse_attn as sa
-from sparse_attn.generation.generate import Model, Sampling, generate
+from sparse_attn import Model, Sampling, generate
 from sparse_attn.generation.plan_cache import HostPlanner
 from sparse_attn.models import deepseek_v4
 from sparse_attn.models.params import random_params
+from sparse_attn.ops.indexer.scores import bf16_mqa_logits, bf16_paged_mqa_logits
 
 ROOT = Path(__file__).parents[2]
 FACTORIES = {
@@ -151,7 +152,7 @@ def test_attention_on_a_cpu_is_the_same(dtype):
 def test_index_scores_and_what_they_select_are_the_same(layout):
     cache, weights, plain = cached(layout), drawn(2, 4), isinstance(layout, sa.PlainLayout)
     q = drawn(1, 2, 4, 16).to(torch.bfloat16 if plain else torch.float8_e4m3fn)
-    scored = sa.bf16_paged_mqa_logits if plain else sa.fp8_paged_mqa_logits
+    scored = bf16_paged_mqa_logits if plain else sa.fp8_paged_mqa_logits
     paged = (ints(13, 14).view(1, 2), TABLE)
     ranges = ints(0, 2), ints(13, 14)
 
@@ -161,7 +162,7 @@ def test_index_scores_and_what_they_select_are_the_same(layout):
 
     def over_gathered():
         if plain:
-            return [sa.bf16_mqa_logits(q[0], gathered()[0], weights, *ranges)]
+            return [bf16_mqa_logits(q[0], gathered()[0], weights, *ranges)]
         return [sa.fp8_mqa_logits(q[0], *gathered(), weights, *ranges)]
 
     assert_same_under_every_default(gathered)

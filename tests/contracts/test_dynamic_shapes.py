@@ -12,10 +12,9 @@ import pytest
 import torch
 from support.compilations import ALONE, TOGETHER, Graphs, compiled_by, counts_behind, prompts_of, small
 
-from sparse_attn import allocate_cache, build_step_plan, mark_cache, parse_layout
+from sparse_attn import Model, allocate_cache, build_step_plan, generate, mark_cache
 from sparse_attn.framework.torch_private import recompile_limit
-from sparse_attn.generation.generate import generate
-from sparse_attn.generation.steps import Model
+from sparse_attn.layout import parse_layout
 from sparse_attn.models import deepseek_v4, deepseek_v32
 from sparse_attn.models.params import random_params
 from sparse_attn.ops.attention.sparse import sparse_attn_decode

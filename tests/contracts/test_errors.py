@@ -17,16 +17,13 @@ from sparse_attn.layout import PlainLayout
 from sparse_attn.mesh import planned_mesh
 from sparse_attn.ops.attention import sparse
 from sparse_attn.ops.indexer import scores
+from sparse_attn.ops.layers.router import biased_grouped_topk, hash_routed_experts
 from sparse_attn.ops.ragged import lists
 from sparse_attn.ops.topk import fused
 from sparse_attn.pipeline.bounds import Bounds
+from sparse_attn.testing.ops import public_functions
 
-FUNCTIONS = [
-    function
-    for package in sparse_attn.ops.packages()
-    for name, function in vars(importlib.import_module(f"sparse_attn.ops.{package}")).items()
-    if inspect.isfunction(function) and name in sparse_attn.__all__ and "impl" in inspect.signature(function).parameters
-]
+FUNCTIONS = [function for function in public_functions().values() if "impl" in inspect.signature(function).parameters]
 OPERATORS = [
     operator
     for package in sparse_attn.ops.packages()
@@ -47,7 +44,7 @@ def no_implementation(monkeypatch):
 
 
 def test_the_operators_are_here():
-    assert len(FUNCTIONS) >= 18 and len(OPERATORS) >= 30
+    assert len(FUNCTIONS) >= 35 and len(OPERATORS) >= 30
     assert {"top_k_per_row", "sparse_attn_decode", "write_kv_cache"} <= {function.__name__ for function in FUNCTIONS}
 
 
@@ -90,7 +87,7 @@ def test_integers_that_are_compared_are_integers(bad):
         "dim": lambda: sparse_attn.rope_table(4, bad, 10000.0),
         "num_rows": lambda: lists.build_ragged_indices_from_dense(torch.zeros(2, 3, dtype=torch.int32), num_rows=bad),
     } | {
-        name: functools.partial(sparse_attn.biased_grouped_topk, **route | {name: bad})
+        name: functools.partial(biased_grouped_topk, **route | {name: bad})
         for name in ("top_k", "num_groups", "top_groups")
     }  # fmt: skip
     for name, call in calls.items():
@@ -105,8 +102,8 @@ ROUTES = dict(logits=torch.zeros(2, 8), tokens=torch.zeros(2, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("call, error, message", [
-    (lambda: sparse_attn.hash_routed_experts(**ROUTES, renormalise="text"), TypeError, "renormalise: got 'text'"),
-    (lambda: sparse_attn.hash_routed_experts(**ROUTES, routed_scale=None), TypeError, "routed_scale: got None"),
+    (lambda: hash_routed_experts(**ROUTES, renormalise="text"), TypeError, "renormalise: got 'text'"),
+    (lambda: hash_routed_experts(**ROUTES, routed_scale=None), TypeError, "routed_scale: got None"),
     (lambda: sparse_attn.preset(None), TypeError, "preset: got None, allowed: a str"),
     (lambda: sparse_attn.cache_layouts("tiny_v32", "fp8"), TypeError, "spec: got 'tiny_v32', allowed: a Spec"),
     (lambda: sparse_attn.allocate_cache("fp8", 2, 64, "cpu"), TypeError, "layout: got 'fp8', allowed: a layout"),

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparse_attn import build_compressed_plan, build_step_plan, build_window_plan, cache_layouts, preset
+from sparse_attn import Model, Sampling, build_step_plan, cache_layouts, preset
 from sparse_attn.framework.torch_private import leaves, map_leaves
-from sparse_attn.generation.steps import Decode, Model, Sampling, decode_step
+from sparse_attn.generation.steps import Decode, decode_step
 from sparse_attn.models.params import random_params
+from sparse_attn.ops.ragged.step_plans import build_compressed_plan, build_window_plan
 
 CONTEXT = 256
 

@@ -10,9 +10,8 @@ import torch
 from support.arguments import GOOD
 from support.steps import decode_state, filled_caches, fresh, layer_of, model_of, plan_of, prefill_plan
 
-from sparse_attn import ops, sparse_attn_prefill, write_kv_cache
+from sparse_attn import Model, generate, ops, sparse_attn_prefill, write_kv_cache
 from sparse_attn.framework.torch_private import TorchDispatchMode, schema
-from sparse_attn.generation.generate import Model, generate
 from sparse_attn.layout import PlainLayout
 from sparse_attn.models.params import random_params
 from sparse_attn.ops.ragged.lists import build_ragged_indices_from_dense

@@ -8,13 +8,17 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import support
+from expecttest import assert_expected_inline
 
 import sparse_attn
 from sparse_attn import moved
+from sparse_attn.generation.graph import check_capturable
+from sparse_attn.testing.ops import public_functions
 
 PACKAGE = Path(sparse_attn.__file__).parent
 PACKAGES = sparse_attn.ops.packages()
@@ -128,15 +132,117 @@ def test_old_names_of_modules_go_on_and_say_the_new_ones(old, monkeypatch):
         importlib.import_module("sparse_attn.runtime.nothing")
 
 
-def test_public_names():
-    """Every public function of every operator package is a name of the package, and __all__ tells the truth."""
-    for name in sparse_attn.__all__:
-        assert hasattr(sparse_attn, name), name
-    for package in PACKAGES:
-        tree = ast.parse((PACKAGE.joinpath("ops", *package.split(".")) / "__init__.py").read_text())
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                assert node.name in sparse_attn.__all__, f"ops.{package}.{node.name} is not exported"
+def test_names_at_the_top():
+    """What a new name is for has to be worth one of 50 places."""
+    names = sparse_attn.__all__
+    assert len(names) <= 50 and dir(sparse_attn) == sorted(names)
+    everything = {}
+    exec("from sparse_attn import *", everything)
+    assert everything.keys() - {"__builtins__"} == set(names)
+    assert len({id(value) for value in everything.values()}) == len(names) + 1  # none stands there twice
+    assert_expected_inline(
+        "\n".join(textwrap.wrap(" ".join(names), 116)),
+        """\
+Batching Bounds CacheLayouts DecodeGraph IndexFp8Layout IndexMxfp4Layout LatentFp8Layout Model PlainLayout
+PlanarFp8Layout QuantisedQuery Ragged Sampling __version__ allocate_cache apply_rope attend
+build_ragged_indices_from_dense build_step_plan cache_layouts compress_and_cache explain fp8_mqa_logits
+fp8_paged_mqa_logits from_hf_config gather_indexer_k gather_kv_cache generate index_select index_topk_decode
+index_topk_decode_slots index_topk_prefill indexer_k_quant_and_cache indexer_q_rope_quant mark_cache
+merge_attn_states preset reserve rope_table row_seeds sample sparse_attn_decode sparse_attn_prefill target_of
+top_k_per_row use workspace_size write_index_keys write_kv_cache write_latents""",
+    )
+
+
+def test_the_architecture_page_lists_the_names_at_the_top():
+    page = (PACKAGE / "README.md").read_text()
+    table = page[page.index("## The front") : page.index("Every other public name")]
+    listed = [name for row in re.findall(r"^\| .*? \| (`.*) \|$", table, re.MULTILINE) for name in row.split(", ")]
+    assert sorted(listed) == sorted(f"`{name}`" for name in sparse_attn.__all__)
+
+
+def test_every_public_function_has_one_home():
+    """The top, or the contract of its package."""
+    functions = public_functions()
+    contracts = [PACKAGE.joinpath("ops", *package.split("."), "__init__.py") for package in PACKAGES]
+    nodes = [node for path in contracts for node in ast.parse(path.read_text()).body]
+    written = [node.name for node in nodes if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    assert len(set(written)) == len(written) > 40 and set(written) <= functions.keys()
+    for name, function in functions.items():
+        if name in sparse_attn.__all__:
+            assert getattr(sparse_attn, name) is function
+        else:
+            assert name not in vars(sparse_attn), f"{name} is at the top and not in __all__"
+
+
+def test_names_of_the_top_are_imported_from_one_place():
+    """In the package from where they are defined, elsewhere those of generation from the top. A module may use a name,
+    and so have it; nobody imports it from there."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: node.module for node in imported for alias in node.names}
+    root, paths = PACKAGE.parent, set()
+    for folder in ("sparse_attn", "tests", "scripts"):
+        for path in sorted((root / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if path != PACKAGE / "__init__.py" and isinstance(node, ast.ImportFrom):
+                    paths |= {(folder, node.module or "", alias.name) for alias in node.names}
+    for folder, module, name in sorted(paths):
+        if name not in homes or not module.startswith("sparse_attn"):
+            continue
+        late = homes[name].startswith("sparse_attn.generation")
+        allowed = (
+            {homes[name]} if folder == "sparse_attn" else {"sparse_attn"} if late else {"sparse_attn", homes[name]}
+        )
+        if module not in allowed:
+            value = getattr(sparse_attn, name)
+            same = getattr(importlib.import_module(module), name, None) is value  # a launcher has the function's name
+            assert not same or (module == value.__module__ and not late), f"{folder} imports {name} from {module}"
+
+
+@pytest.mark.parametrize("name", moved.NAMES)
+def test_names_that_left_the_top_go_on_and_say_where_they_are(name):
+    place = f"sparse_attn.{moved.NAMES[name]}"
+    with pytest.warns(DeprecationWarning, match=f"^sparse_attn.{name} is {place}.{name} now$") as said:
+        value = getattr(sparse_attn, name)
+    assert value is getattr(importlib.import_module(place), name) and said[0].filename == __file__
+    assert name not in sparse_attn.__all__ and name not in vars(sparse_attn)
+
+
+def test_what_never_was_at_the_top_is_no_name_of_it():
+    with pytest.raises(AttributeError, match="^module 'sparse_attn' has no attribute 'nothing'$"):
+        _ = sparse_attn.nothing
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        exec("from sparse_attn import nothing")
+
+
+def test_the_top_loads_no_model_and_defines_every_operator():
+    """Saved programs need the operators, and an operator needs no model."""
+    done = run(
+        "import sparse_attn, sys\n"
+        "from sparse_attn.framework.torch_private import operators\n"
+        "late = [m for m in sys.modules if m.startswith(('sparse_attn.generation', 'sparse_attn.models'))]\n"
+        "assert not late, late\n"
+        "defined = set(operators('sparse_attn'))\n"
+        "from sparse_attn.testing.ops import public_functions\n"
+        "assert len(public_functions()) > 40 and defined == set(operators('sparse_attn'))\n"
+        "from sparse_attn import Batching, DecodeGraph, Model, Sampling, generate\n"
+        "assert vars(sparse_attn)['Model'] is Model and Model.__module__ == 'sparse_attn.generation.model'"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+OLD_PATHS = {
+    "batching": "Batching", "generate": "Model Sampling generate check_capturable", "graph": "DecodeGraph",
+    "model": "Model", "steps": "Model Sampling",
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("old", OLD_PATHS)
+def test_names_that_readme_imported_from_runtime_are_there(old):
+    module = importlib.import_module(f"sparse_attn.runtime.{old}")
+    for name in OLD_PATHS[old].split():
+        assert getattr(module, name) is getattr(sparse_attn, name, check_capturable)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -9,8 +9,7 @@ import torch
 from support.pretended_gpu import DEVICE, pretended_gpu
 from support.speculation import SAMPLINGS, last_ones, predicting_model
 
-from sparse_attn.generation.generate import Sampling, generate
-from sparse_attn.generation.scheduler import Batching
+from sparse_attn import Batching, Sampling, generate
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 MODELS = ("tiny_v32", "tiny_glm5", "tiny_v4")

@@ -10,8 +10,7 @@ from conftest import long
 from support.batching import NAMES, batching_of, ids, model_of
 from support.requests import Requests
 
-from sparse_attn.generation.generate import generate
-from sparse_attn.generation.steps import Sampling
+from sparse_attn import Sampling, generate
 
 OPTIONS = dict(batch_invariant=True, logprobs=True, num_blocks=9)
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))

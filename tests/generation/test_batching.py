@@ -14,11 +14,10 @@ from support.batching import BLOCK, NAMES, batching_of, ids, model_of
 from support.hashing import alone, half_right, hashing_model
 from support.ledger import check_ledger
 
+from sparse_attn import Sampling, generate
 from sparse_attn.framework.torch_private import EagerDispatchMode
 from sparse_attn.generation import loop, scheduler, stream
 from sparse_attn.generation.cache_rows import Rows, ringed
-from sparse_attn.generation.generate import generate
-from sparse_attn.generation.steps import Sampling
 from sparse_attn.pipeline import latent
 
 

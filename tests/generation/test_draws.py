@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparse_attn.generation.generate import Model, Sampling, generate
-from sparse_attn.generation.graph import DecodeGraph
+from sparse_attn import DecodeGraph, Model, Sampling, generate
 from sparse_attn.generation.inputs import checked_sampling
 from sparse_attn.generation.sampling import draws_of
 from sparse_attn.generation.steps import Decode, advance, decode_step

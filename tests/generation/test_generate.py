@@ -6,8 +6,8 @@ import numpy
 import pytest
 import torch
 
+from sparse_attn import Model, Sampling, generate
 from sparse_attn.generation.batch import prepare
-from sparse_attn.generation.generate import Model, Sampling, generate
 from sparse_attn.generation.steps import Decode, advance
 from sparse_attn.generation.text import shipped_text
 from sparse_attn.models.params import random_params

@@ -8,12 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparse_attn import workspace
+from sparse_attn import DecodeGraph, Model, Sampling, workspace
 from sparse_attn.framework.target import target_of
 from sparse_attn.framework.torch_private import occupy
-from sparse_attn.generation.generate import Decode, Model, decode_plan, decode_step
-from sparse_attn.generation.graph import DecodeGraph
-from sparse_attn.generation.steps import Sampling
+from sparse_attn.generation.steps import Decode, decode_plan, decode_step
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
 from sparse_attn.spec import CompressedSpec, preset

@@ -8,12 +8,12 @@ import pytest
 import torch
 from support.extremes import INT_MIN
 
-from sparse_attn import build_step_plan
+from sparse_attn import Model, Sampling, build_step_plan
 from sparse_attn.framework import debug
 from sparse_attn.framework.torch_private import occupy
 from sparse_attn.generation.batch import prepare
 from sparse_attn.generation.plan_cache import HostPlanner
-from sparse_attn.generation.steps import Model, Sampling, advance, decode_plan, prefill_step
+from sparse_attn.generation.steps import advance, decode_plan, prefill_step
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.spec import preset

@@ -6,10 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparse_attn import build_step_plan
+from sparse_attn import Model, Sampling, build_step_plan, generate
 from sparse_attn.generation.blocks import slots_of
-from sparse_attn.generation.generate import generate
-from sparse_attn.generation.steps import Decode, Model, Sampling, decode_step
+from sparse_attn.generation.steps import Decode, decode_step
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.spec import preset

@@ -10,12 +10,11 @@ import pytest
 import torch
 from support.steps import BLOCK, MAX_CONTEXT, WIDTH, filled_caches, model_of
 
+from sparse_attn import DecodeGraph, Sampling
 from sparse_attn.framework.torch_private import occupy
 from sparse_attn.generation import row_settings
-from sparse_attn.generation.graph import DecodeGraph
 from sparse_attn.generation.loop import EagerDecode
 from sparse_attn.generation.sampling import Draws
-from sparse_attn.generation.steps import Sampling
 from sparse_attn.generation.stream import TokenStream
 
 ROWS = 4

@@ -18,12 +18,10 @@ from conftest import long
 from support import batching
 from support.soak import Soak
 
-from sparse_attn import workspace
+from sparse_attn import DecodeGraph, Model, Sampling, generate, workspace
 from sparse_attn.framework.target import target_of
 from sparse_attn.generation.blocks import BlockPool, BlockTables, Span
-from sparse_attn.generation.generate import generate
-from sparse_attn.generation.graph import DecodeGraph
-from sparse_attn.generation.steps import Decode, Model, Sampling, decode_step, prefill_step
+from sparse_attn.generation.steps import Decode, decode_step, prefill_step
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
 from sparse_attn.spec import CompressedSpec, preset

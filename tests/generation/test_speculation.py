@@ -8,8 +8,8 @@ import torch
 from support.speculation import KINDS, SAMPLINGS
 from support.steps import model_of
 
+from sparse_attn import Model, Sampling, generate
 from sparse_attn.framework.torch_private import TorchDispatchMode
-from sparse_attn.generation.generate import Model, Sampling, generate
 from sparse_attn.generation.loop import EagerDecode
 from sparse_attn.generation.sampling import draws_of
 from sparse_attn.generation.text import shipped_text

@@ -9,9 +9,8 @@ from support.hashing import alone, half_right, hashing_model
 from support.ledger import check_ledger
 from support.speculation import predicting_model
 
+from sparse_attn import Batching, Sampling, generate
 from sparse_attn.cli.main import main
-from sparse_attn.generation.generate import Sampling, generate
-from sparse_attn.generation.scheduler import Batching
 
 BLOCK = 16
 STEPS = 400

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sparse_attn.generation.generate import Model, Sampling, generate
+from sparse_attn import Model, Sampling, generate
 from sparse_attn.generation.text import StopStrings, TextStream, byte_tokenizer
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts

@@ -9,6 +9,9 @@ import torch
 from support.extremes import INF, INT_MAX, INT_MIN, NAN
 
 import sparse_attn as sa
+from sparse_attn.ops.attention.sparse import lse_to_base2, lse_to_flashmla, sparse_attn_into
+from sparse_attn.ops.indexer.scores import bf16_mqa_logits
+from sparse_attn.ops.layers.router import biased_grouped_topk
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 ROWS = {}
@@ -51,7 +54,7 @@ def test_scores_outside_of_a_rows_range_are_minus_infinity(device, impl):
     q, k = torch.ones(2, 1, 16, device=device), torch.full((5, 16), NAN, device=device)
     k[1:4] = 1.0
     weights, ranges = torch.ones(2, 1, device=device), (ints(device, 1, 3), ints(device, 3, 3))
-    logits = sa.bf16_mqa_logits(q, k, weights, *ranges, impl=impl)
+    logits = bf16_mqa_logits(q, k, weights, *ranges, impl=impl)
     assert logits.tolist() == [[-INF, 16.0, 16.0, -INF, -INF], [-INF] * 5]
 
 
@@ -61,7 +64,7 @@ def test_scores_are_fp32(device, impl, dtype):
     """256 and 1/256, of which neither bf16 nor fp16 holds the sum."""
     q, k = torch.ones(1, 1, 16, device=device, dtype=dtype), torch.zeros(1, 16, device=device, dtype=dtype)
     k[0, :2] = torch.tensor([256, 2.0**-8])
-    logits = sa.bf16_mqa_logits(q, k, torch.ones(1, 1, device=device), ints(device, 0), ints(device, 1), impl=impl)
+    logits = bf16_mqa_logits(q, k, torch.ones(1, 1, device=device), ints(device, 0), ints(device, 1), impl=impl)
     assert logits.tolist() == [[256 + 2.0**-8]] and logits.dtype == torch.float32
 
 
@@ -141,8 +144,8 @@ def test_lse_is_natural_by_token_and_minus_infinity_for_none(device, impl):
     want = torch.tensor([[math.log(math.e + math.e**3), math.log(2)], [-INF, -INF]], device=device)
     torch.testing.assert_close(lse, want)
     assert not out[1].any()
-    assert sa.lse_to_flashmla(lse)[1].tolist() == [INF, INF]
-    torch.testing.assert_close(sa.lse_to_base2(lse)[0], torch.log2(torch.exp(want[0])))
+    assert lse_to_flashmla(lse)[1].tolist() == [INF, INF]
+    torch.testing.assert_close(lse_to_base2(lse)[0], torch.log2(torch.exp(want[0])))
 
 
 @row("max_logits")
@@ -152,7 +155,7 @@ def test_attention_returns_out_and_lse(device, impl):
     out, lse, largest = (torch.empty(*shape, device=device) for shape in ((1, 1, 16), (1, 1), (1, 1)))
     rows = sa.Ragged(ints(device, 0, 1), ints(device, 0, 2))
     layout = sa.PlainLayout("fp32", 16)
-    sa.sparse_attn_into(
+    sparse_attn_into(
         q, kv.contiguous(), rows, out, lse, scale=0.1, layout=layout, max_logits=largest, inf_lse=True, impl=impl
     )
     torch.testing.assert_close(largest.item(), 9.6, rtol=1e-5, atol=1e-5)
@@ -237,7 +240,7 @@ def test_a_flavour_is_the_caches_own(device, impl):
 @row("router: logits that are not finite")
 def test_nan_logits_are_chosen_last_and_infinite_ones_score_one(device, impl):
     logits = torch.tensor([[NAN, INF, 0.0, NAN]], device=device)
-    weights, ids = sa.biased_grouped_topk(
+    weights, ids = biased_grouped_topk(
         logits, torch.zeros(4, device=device), top_k=3, num_groups=1, top_groups=1, renormalise=False, impl=impl
     )
     assert ids.tolist() == [[1, 2, 0]] and weights.tolist() == [[1.0, 0.5, 0.0]]

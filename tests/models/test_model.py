@@ -10,9 +10,7 @@ import pytest
 import torch
 from support.steps import BLOCK, STEP_ROWS, WIDTH, prefill_plan, small, tensors_of
 
-from sparse_attn import build_step_plan
-from sparse_attn.generation.generate import generate
-from sparse_attn.generation.steps import Model
+from sparse_attn import Model, build_step_plan, generate
 from sparse_attn.models import deepseek_v4, deepseek_v32, mtp
 from sparse_attn.models.params import param_dtype, random_params
 from sparse_attn.pipeline import cache_layouts

@@ -7,7 +7,7 @@ import torch
 from support.parity import CONFIGS, PROMPTS, TOLERANCE, difference, ours, requests_of, run, theirs
 from support.requests import Requests
 
-from sparse_attn.generation.steps import Model
+from sparse_attn import Model
 from sparse_attn.models.moe import experts_dense, experts_grouped, moe, route
 from sparse_attn.models.norms import rms_norm, unit_rms
 from sparse_attn.models.params import random_params

@@ -11,6 +11,7 @@ from support.rank_threads import over_threads
 from support.speculation import SAMPLINGS, last_ones, perfect, predicting_model
 from support.steps import small
 
+from sparse_attn import Model, Sampling, generate
 from sparse_attn.checkpoints.load import load
 from sparse_attn.checkpoints.sharding import shard_params
 from sparse_attn.cli.documents import held_out_text
@@ -19,7 +20,6 @@ from sparse_attn.cli.shipped import folder_of
 from sparse_attn.framework.target import H200
 from sparse_attn.generation import batch as batch_module
 from sparse_attn.generation.batch import prepare
-from sparse_attn.generation.generate import Model, Sampling, generate
 from sparse_attn.generation.loop import EagerDecode
 from sparse_attn.generation.model import Predictor
 from sparse_attn.generation.sampling import draw

@@ -7,9 +7,9 @@ import pytest
 import torch
 from support.parity import stable_topk
 
+from sparse_attn import Model, generate
 from sparse_attn.checkpoints.load import load
 from sparse_attn.checkpoints.save import save
-from sparse_attn.generation.generate import Model, generate
 from sparse_attn.models.params import random_params
 from sparse_attn.ops.layers.rope import Yarn
 from sparse_attn.ops.layers.rope.table import inverse_frequencies

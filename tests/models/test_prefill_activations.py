@@ -8,11 +8,10 @@ import pytest
 import torch
 from support.requests import Requests
 
+from sparse_attn import Model, generate
 from sparse_attn.checkpoints.formats import first_layers
 from sparse_attn.checkpoints.random_packed import random_packed_params
 from sparse_attn.framework import torch_private
-from sparse_attn.generation.generate import generate
-from sparse_attn.generation.steps import Model
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import Bounds, cache_layouts
 from sparse_attn.spec import preset, tiny_glm5, tiny_v4, tiny_v32

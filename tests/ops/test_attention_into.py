@@ -11,9 +11,9 @@ from expecttest import assert_expected_inline
 from support.caches import filled_cache
 from support.extremes import INF, INT_MAX, NAN
 
-from sparse_attn import LatentFp8Layout, PlainLayout, PlanarFp8Layout, Ragged, sparse_attn_decode, sparse_attn_into
+from sparse_attn import LatentFp8Layout, PlainLayout, PlanarFp8Layout, Ragged, sparse_attn_decode
 from sparse_attn.framework.target import target_of
-from sparse_attn.ops.attention.sparse import dispatch
+from sparse_attn.ops.attention.sparse import dispatch, sparse_attn_into
 from sparse_attn.ops.attention.sparse.problem import kv_caches, problem_of
 from sparse_attn.testing import compare
 from sparse_attn.testing.ops import opcheck, schema

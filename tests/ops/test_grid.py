@@ -81,8 +81,8 @@ def test_combining_many_heads_takes_several_launches(heads, launches, monkeypatc
 
 
 def test_what_no_launch_has_room_for_is_refused():
+    from sparse_attn.layout import PlainLayout
     from sparse_attn.ops.attention.compressor import launch as compressor
-    from sparse_attn.ops.attention.kv_cache.launch import PlainLayout
     from sparse_attn.ops.attention.sparse.portable import launch
     from sparse_attn.ops.indexer.queries import launch as query
     from sparse_attn.ops.layers.hyper_connection import launch as hyper

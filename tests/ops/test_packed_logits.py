@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sparse_attn import Model, generate
 from sparse_attn.checkpoints.load import load
 from sparse_attn.checkpoints.published import write_published
 from sparse_attn.cli.main import main
-from sparse_attn.generation.generate import generate
-from sparse_attn.generation.model import Model
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.spec import preset
 from sparse_attn.weight_layout import PackedWeight

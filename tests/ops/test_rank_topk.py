@@ -10,11 +10,11 @@ import triton.language as tl
 from conftest import big, long
 from support.ranks import CASES, Case, by_candidates, combined, dealt_rows, over_ranks, run_rank, whole_rows
 
-from sparse_attn import count_digits, count_ties, merge_candidates, pack_candidates, take_winners, top_k_per_row
+from sparse_attn import top_k_per_row
 from sparse_attn.device import pdl
 from sparse_attn.framework.target import target_of
 from sparse_attn.mesh import ALONE, Ranks
-from sparse_attn.ops.topk.ranks import config
+from sparse_attn.ops.topk.ranks import config, count_digits, count_ties, merge_candidates, pack_candidates, take_winners
 from sparse_attn.pipeline.parallel.ranks import (
     RowScores,
     exchanged_bytes,

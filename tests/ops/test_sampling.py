@@ -8,7 +8,8 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from sparse_attn.generation.steps import Decode, Sampling, advance
+from sparse_attn import Sampling
+from sparse_attn.generation.steps import Decode, advance
 from sparse_attn.ops.layers.sampling import row_seeds, sample
 
 NAN, INF = float("nan"), float("inf")

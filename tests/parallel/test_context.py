@@ -13,11 +13,10 @@ import torch
 from support.rank_threads import Group, over_threads
 from support.steps import small
 
-from sparse_attn import merge_attn_states, pipeline
+from sparse_attn import Batching, Model, generate, merge_attn_states, pipeline
 from sparse_attn.cache import allocate_cache
 from sparse_attn.generation.blocks import slots_of
-from sparse_attn.generation.generate import Generation, Model, generate
-from sparse_attn.generation.scheduler import Batching
+from sparse_attn.generation.generate import Generation
 from sparse_attn.generation.selections import Watch
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout
 from sparse_attn.mesh import ALONE, ONE_RANK, Mesh, Ranks

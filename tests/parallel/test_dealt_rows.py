@@ -10,8 +10,8 @@ import torch
 from support.rank_threads import over_mesh
 from support.steps import decode_state, filled_caches, plan_of, prefill_plan, small
 
+from sparse_attn import Model
 from sparse_attn.checkpoints.sharding import shard_params
-from sparse_attn.generation.generate import Model
 from sparse_attn.mesh import ALONE, Mesh, planned_mesh
 from sparse_attn.models.exchange import step_bytes
 from sparse_attn.models.params import random_params

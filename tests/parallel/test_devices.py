@@ -12,12 +12,10 @@ import torch
 from support.second_device import SECOND, second_device
 
 import sparse_attn
-from sparse_attn import workspace
+from sparse_attn import DecodeGraph, Model, generate, workspace
 from sparse_attn.framework import debug, registration, streams
-from sparse_attn.generation.generate import generate
-from sparse_attn.generation.graph import DecodeGraph
-from sparse_attn.generation.steps import Model
 from sparse_attn.models.params import random_params
+from sparse_attn.ops.layers.router import hash_routed_experts
 from sparse_attn.ops.topk import select
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.spec import preset
@@ -81,7 +79,7 @@ def test_debug_mode_asks_the_device_it_looks_at(monkeypatch):
     monkeypatch.setattr(debug, "on", lambda: True)
     with second_device() as cuda:
         tokens, table = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
-        sparse_attn.hash_routed_experts(torch.zeros(1, 4), tokens, table)
+        hash_routed_experts(torch.zeros(1, 4), tokens, table)
         assert set(cuda.log) == {("capturing", SECOND)}
 
 

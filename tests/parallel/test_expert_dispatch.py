@@ -9,9 +9,8 @@ import torch
 from support.rank_threads import over_mesh
 from support.steps import small
 
+from sparse_attn import Batching, Model, generate
 from sparse_attn.checkpoints.sharding import shard_params
-from sparse_attn.generation.generate import Model, generate
-from sparse_attn.generation.scheduler import Batching
 from sparse_attn.mesh import ONE_RANK, Mesh, planned_mesh
 from sparse_attn.models.moe import moe
 from sparse_attn.models.params import random_params

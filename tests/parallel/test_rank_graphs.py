@@ -18,9 +18,9 @@ from support.steps import (
     small,
 )
 
+from sparse_attn import Model
 from sparse_attn.checkpoints.sharding import shard_params
 from sparse_attn.framework.torch_private import counters
-from sparse_attn.generation.generate import Model
 from sparse_attn.mesh import Mesh, Ranks
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts

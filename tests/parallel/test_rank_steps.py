@@ -10,12 +10,12 @@ import torch
 from support.compilations import ALONE, TOGETHER, Graphs, counts_behind, prompts_of, small
 from support.processes import Grid, mesh_of_grid
 
+from sparse_attn import Model, Sampling, generate
 from sparse_attn.checkpoints.sharding import shard_params
 from sparse_attn.framework.torch_private import TorchDispatchMode, all_gather, all_reduce, all_to_all, fake_processes
 from sparse_attn.generation.batch import prepare
-from sparse_attn.generation.generate import generate
 from sparse_attn.generation.loop import EagerDecode
-from sparse_attn.generation.steps import Model, Sampling, decode_step
+from sparse_attn.generation.steps import decode_step
 from sparse_attn.mesh import Mesh
 from sparse_attn.models.exchange import drafting_bytes, drafting_calls, step_bytes, step_calls
 from sparse_attn.models.params import random_params

@@ -9,9 +9,8 @@ import pytest
 import torch
 from support.launched import launched
 
-from sparse_attn import workspace
-from sparse_attn.generation.generate import Decode, Model, decode_plan
-from sparse_attn.generation.graph import DecodeGraph
+from sparse_attn import DecodeGraph, Model, workspace
+from sparse_attn.generation.steps import Decode, decode_plan
 from sparse_attn.models.params import random_params
 from sparse_attn.ops.indexer.queries import indexer_q_rope_quant
 from sparse_attn.pipeline import attend, cache_layouts, index_select, write_index_keys, write_latents

@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparse_attn import pipeline, workspace
+from sparse_attn import Model, generate, pipeline, workspace
 from sparse_attn.cache import allocate_cache, check_cache
 from sparse_attn.framework.target import CPU, H200, target_of
-from sparse_attn.generation.generate import generate
-from sparse_attn.generation.steps import Model
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout
 from sparse_attn.models.deepseek_v4 import allocate_caches
 from sparse_attn.models.params import random_params

@@ -274,7 +274,7 @@ def test_a_launcher_that_fails_half_way_leaves_no_count(dirty_workspace, device,
 @pytest.mark.gpu
 @pytest.mark.parametrize("own_stream", [False, True])
 def test_threads_that_generate_at_once_draw_what_they_would_alone(own_stream):
-    from sparse_attn.generation.generate import Model, generate
+    from sparse_attn import Model, generate
     from sparse_attn.models.params import random_params
     from sparse_attn.pipeline import cache_layouts
     from sparse_attn.spec import preset

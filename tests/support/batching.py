@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from sparse_attn.generation.scheduler import Batching
-from sparse_attn.generation.steps import Model
+from sparse_attn import Batching, Model
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.spec import CompressedSpec, preset

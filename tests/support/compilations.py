@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from sparse_attn.generation.generate import generate
+from sparse_attn import generate
 from sparse_attn.generation.text import shipped_text
 from sparse_attn.spec import CompressedSpec, preset
 

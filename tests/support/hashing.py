@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from sparse_attn.generation.steps import Model, Sampling
+from sparse_attn import Model, Sampling
 from sparse_attn.ops.layers.sampling import sample
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.spec import CompressedSpec, preset

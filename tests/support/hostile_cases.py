@@ -27,6 +27,7 @@ from support.index_topk import mxfp4_query
 import sparse_attn
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout
 from sparse_attn.mxfp4 import mxfp4_quantise
+from sparse_attn.testing.ops import public_functions
 from sparse_attn.types import StepPlan
 
 
@@ -454,16 +455,16 @@ def build_window_plan(draw):
 # Attention.
 
 
+FUNCTIONS = public_functions()
 CASES = {
-    name: value for name, value in (vars(layers) | globals()).items()
-    if inspect.isfunction(value) and getattr(sparse_attn, name, None) is not None and name in sparse_attn.__all__
-}  # fmt: skip
+    name: value for name, value in (vars(layers) | globals()).items() if inspect.isfunction(value) and name in FUNCTIONS
+}
 
 
 @st.composite
 def calls(draw, name):
     arguments, rest = CASES[name](draw)
-    return Call(getattr(sparse_attn, name), arguments, **rest)
+    return Call(FUNCTIONS[name], arguments, **rest)
 
 
 def defaults(function, arguments):

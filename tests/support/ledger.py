@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from sparse_attn import Batching
 from sparse_attn.generation.blocks import blocks_for
-from sparse_attn.generation.scheduler import Batching
 
 
 def check_ledger(batching: Batching) -> None:

@@ -13,12 +13,12 @@ import torch
 import torch.multiprocessing as multiprocessing
 from support.compilations import Graphs, compiled_by
 
+from sparse_attn import Batching, Model, generate
 from sparse_attn.checkpoints.load import load
 from sparse_attn.checkpoints.sharding import shard, shard_params
 from sparse_attn.cli.shipped import shipped_models
-from sparse_attn.generation.generate import Generation, Model, generate
+from sparse_attn.generation.generate import Generation
 from sparse_attn.generation.processes import check_same, check_same_weights, make_mesh
-from sparse_attn.generation.scheduler import Batching
 from sparse_attn.mesh import ONE_RANK, Mesh, planned_mesh
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts

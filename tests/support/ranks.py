@@ -8,18 +8,10 @@ from typing import NamedTuple
 import torch
 from support.topk import scores
 
-from sparse_attn import (
-    AttentionOutput,
-    count_digits,
-    count_ties,
-    merge_attn_states,
-    merge_candidates,
-    pack_candidates,
-    take_winners,
-    top_k_per_row,
-)
+from sparse_attn import merge_attn_states, top_k_per_row
 from sparse_attn.framework.torch_private import TorchDispatchMode, dynamo_counts
 from sparse_attn.mesh import Ranks
+from sparse_attn.ops.topk.ranks import count_digits, count_ties, merge_candidates, pack_candidates, take_winners
 from sparse_attn.pipeline.parallel.ranks import (
     RowScores,
     global_positions,
@@ -29,6 +21,7 @@ from sparse_attn.pipeline.parallel.ranks import (
     top_k_by_digits,
     top_k_over_ranks,
 )
+from sparse_attn.types import AttentionOutput
 
 NAN = math.nan
 

@@ -12,6 +12,8 @@ import sys
 import torch
 
 import sparse_attn as sa
+from sparse_attn.ops.layers.hyper_connection import hyper_head, hyper_merge, hyper_mix
+from sparse_attn.ops.layers.router import biased_grouped_topk
 
 ROWS, CONTEXT, HEADS = 12, 900, 16
 
@@ -90,15 +92,15 @@ def operators(device):
             query.query[o].unsqueeze(1), query.weights[o], keys, lens[o], table[o], 64, 960, index
         ), 64),),
         "top_k_per_row": lambda o: (sa.top_k_per_row(plateaus[o], 700, None, None),),
-        "biased_grouped_topk": lambda o: sa.biased_grouped_topk(logits[o], bias, top_k=8, num_groups=8, top_groups=4),
+        "biased_grouped_topk": lambda o: biased_grouped_topk(logits[o], bias, top_k=8, num_groups=8, top_groups=4),
         "indexer_q_rope_quant": lambda o: sa.indexer_q_rope_quant(
             q_index[o], weights[o], lens[o].flatten(), rope, start=0, interleaved=True, weight_scale=0.1, layout=index
         ),
-        "hyper_mix": lambda o: sa.hyper_mix(streams[o], fn, base, scale, **options)[:1],
-        "hyper_head": lambda o: (sa.hyper_head(
+        "hyper_mix": lambda o: hyper_mix(streams[o], fn, base, scale, **options)[:1],
+        "hyper_head": lambda o: (hyper_head(
             streams[o], fn[:4], base[:4], scale[:1], eps=1e-6, norm_eps=1e-6
         ),),
-        "hyper_merge": lambda o: (sa.hyper_merge(out[o], streams[o], post[o], mixing[o]),),
+        "hyper_merge": lambda o: (hyper_merge(out[o], streams[o], post[o], mixing[o]),),
     }  # fmt: skip
 
 

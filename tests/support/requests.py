@@ -3,7 +3,7 @@
 import torch
 from support.caches import poison
 
-from sparse_attn.generation.steps import Model
+from sparse_attn import Model
 from sparse_attn.ops.ragged.step_plans import build_step_plan
 from sparse_attn.pipeline import default_block_size
 from sparse_attn.spec import CompressedSpec

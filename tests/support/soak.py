@@ -17,9 +17,8 @@ import torch
 from support.batching import ids
 from support.ledger import check_ledger
 
-from sparse_attn import workspace
-from sparse_attn.generation.scheduler import Batching
-from sparse_attn.generation.steps import Decode, Sampling, decode_step
+from sparse_attn import Batching, Sampling, workspace
+from sparse_attn.generation.steps import Decode, decode_step
 from sparse_attn.generation.stream import TokenStream
 from sparse_attn.ops.layers.sampling import token_logprobs
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from support.steps import small
 
-from sparse_attn.generation.steps import Model, Sampling
+from sparse_attn import Model, Sampling
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts
 

@@ -8,9 +8,10 @@ from unittest import mock
 
 import torch
 
+from sparse_attn import Model
 from sparse_attn.framework.torch_private import counters
 from sparse_attn.generation.blocks import slots_of
-from sparse_attn.generation.generate import Decode, Model, decode_plan
+from sparse_attn.generation.steps import Decode, decode_plan
 from sparse_attn.models import windowed as windowed_model
 from sparse_attn.models.params import random_params
 from sparse_attn.ops.ragged.step_plans import build_step_plan
