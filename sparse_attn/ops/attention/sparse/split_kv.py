@@ -69,7 +69,7 @@ def _tile_splits(ctas: int, tiles: int, num_sms: int) -> int:
     return min((1, *even), key=lambda splits: TILES.cost((Waves(0, ctas, splits),), 1, tiles, num_sms))
 
 
-# Fits to steps that were timed (scripts/fit_costs.py), as EARLY_START is.
+# Fits to steps that were timed (scripts/results/notes/attention-decode.md), as EARLY_START is.
 PAIRS = CostModel(1.2, 0.85, 0.8, _pair_splits)  # of tiles: decode_fp8
 TILES = CostModel(3, 2, 2, _tile_splits)  # swap_ab
 
