@@ -238,7 +238,7 @@ def run(options: argparse.Namespace, model: Model, tokenizer: Tokenizer | None, 
         if (found := job.file.count(wait=several)) not in (asked, None):
             raise OSError(f"{options.out}: got {found} answers, allowed: {asked}; something else changed it meanwhile")
         rate = f"{now.tokens} tokens, {now.tokens / seconds:.1f} a second"
-        ranks = f" on each of {model.mesh.data.size} data ranks" if several else ""
+        ranks = f" on the first of {model.mesh.data.size} data ranks" if several else ""
         print(f"{asked} prompts in {options.out}, {len(job.done)} were there already; {rate}{ranks}", file=sys.stderr)
     return 0
 
