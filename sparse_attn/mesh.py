@@ -58,7 +58,7 @@ class Mesh:
     tensor: each holds its heads, its part of the inner width of MLPs, and its rows of the vocabulary. context: each
     holds its blocks of the paged caches. data: each serves requests of its own. expert: each holds its own routed
     experts. Tensor and context ranks compute the same tokens. Where there are more expert ranks than those, data ranks
-    share experts: they run every step together, with as many rows (pipeline.dispatch).
+    share experts: they run every step together, with as many rows (pipeline.parallel.experts).
 
     routed: the ranks that sum what routed and shared experts give, and cut shared experts among them: those of tensor
     or of expert, whichever are more. Where there are fewer expert ranks than tensor ranks, the rest of the tensor ranks

@@ -1,6 +1,6 @@
 """Batches drawn on the device: windows of text, and windows over which keys and values are scattered.
 
-The mentions have the form of runtime.documents. All work is on whole tensors, so that a GPU makes a batch in well under
+The mentions have the form of cli.documents. All work is on whole tensors, so that a GPU makes a batch in well under
 a millisecond.
 """
 

@@ -58,7 +58,7 @@ class Trainer:
         fuse: bool,
         start: dict[str, torch.Tensor] | None = None,
     ):
-        """start: weights to start from, as models.loading gives them; None: random ones."""
+        """start: weights to start from, as checkpoints.load gives them; None: random ones."""
         self.spec, self.settings, self.source = spec, settings, source
         self.device, self.graph = source.device, graph
         self.dtype = torch.bfloat16 if bf16 else torch.float32

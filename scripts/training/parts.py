@@ -36,7 +36,7 @@ class Output(NamedTuple):
 
 
 def turn(x: torch.Tensor, table: torch.Tensor, start: int, interleaved: bool, inverse: bool = False) -> torch.Tensor:
-    """Rope as ops.rope has it: x [B, L, heads, dim], row l rotated by row l of ``table`` [L, R]."""
+    """Rope as ops.layers.rope has it: x [B, L, heads, dim], row l rotated by row l of ``table`` [L, R]."""
     cos, sin = table.unsqueeze(1).chunk(2, dim=-1)
     width = table.shape[1]
     rotated = rotate(x[..., start : start + width].float(), cos, -sin if inverse else sin, interleaved).to(x.dtype)

@@ -16,7 +16,7 @@ from training.parts import Output, Params, Trace, best, divergence, embed, index
 
 
 class StreamOps(NamedTuple):
-    """What mixes the residual streams; ops.hyper_connection says how."""
+    """What mixes the residual streams; ops.layers.hyper_connection says how."""
 
     mix: Callable = hyper.hyper_mix
     merge: Callable = hyper.hyper_merge
@@ -142,7 +142,7 @@ def _attention(
 
 
 def _compress(hidden: torch.Tensor, params: Params, prefix: str, spec: CompressedSpec, layer: int) -> torch.Tensor:
-    """The complete entries of ``hidden`` [B, L, D], [B, L // ratio, dim], as ops.compressor pools them."""
+    """The complete entries of ``hidden`` [B, L, D], [B, L // ratio, dim], as ops.attention.compressor pools them."""
     ratio, dim, overlap = spec.ratio(layer), params[prefix + "norm"].shape[0], spec.layer_kinds[layer] == "indexed"
     batch, count = hidden.shape[0], hidden.shape[1] // ratio
     whole = hidden[:, : count * ratio].flatten(0, 1)

@@ -54,8 +54,8 @@ def load(
     layers of multi-token prediction, too, by the names of models.shapes.prediction_shapes. progress: is told the bytes
     of each tensor of the files once it is read, and those of all that are. ValueError names the config key or the
     weight at fault, and the file it is in. Faults that headers show are found before anything is allocated. mesh: the
-    ranks that this process is one of, which reads its part of the weights (models.sharding) and nothing else; bytes
-    told are those of its part.
+    ranks that this process is one of, which reads its part of the weights (checkpoints.sharding) and nothing else;
+    bytes told are those of its part.
     """
     opened = open_checkpoint(folder, mtp=mtp)
     spec, checkpoint = opened.spec, opened.checkpoint

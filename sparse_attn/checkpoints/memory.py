@@ -46,8 +46,8 @@ def weight_bytes(
 ) -> dict[str, int]:
     """Bytes of the weights that a device holds, by kind; norms, gates, tables and the like are "other".
 
-    form: of models.forms; what it has quantised counts as packed, but for models.params.EXPANDED. dtype: of the others.
-    predicted: layers of multi-token prediction, which are "mtp". mesh: whose part is counted.
+    form: of checkpoints.formats; what it has quantised counts as packed, but for models.params.EXPANDED. dtype: of the
+    others. predicted: layers of multi-token prediction, which are "mtp". mesh: whose part is counted.
     """
     made, found = form_of(spec, form), _no_bytes()
     for name, kind, shape, sources, each in parts_of(spec, made, predicted):
@@ -82,8 +82,8 @@ def packed_weights(
 
 
 def file_bytes(spec: Spec | CompressedSpec, form: str, *, predicted: int | None = None) -> dict[str, int]:
-    """Bytes of a checkpoint's weights by kind, in a form of models.forms. predicted: layers of multi-token prediction;
-    None: those that the form has."""
+    """Bytes of a checkpoint's weights by kind, in a form of checkpoints.formats. predicted: layers of multi-token
+    prediction; None: those that the form has."""
     made, found = form_of(spec, form), _no_bytes()
     for name, kind, _, sources, each in parts_of(spec, made, predicted_of(made) if predicted is None else predicted):
         if kind != "attn.w_uv":  # kv_b holds both

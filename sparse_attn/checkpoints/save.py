@@ -1,4 +1,4 @@
-"""Write a Hugging Face checkpoint folder: the inverse of models.loading, packed weights as they came.
+"""Write a Hugging Face checkpoint folder: the inverse of checkpoints.load, packed weights as they came.
 
 By transformers' names, experts fused; or by those of published files, a tensor an expert.
 """
@@ -87,7 +87,7 @@ def save(
 def checkpoint_tensors(
     spec: Spec | CompressedSpec, params: Mapping[str, Weight], dtype: torch.dtype, names: str = "transformers"
 ) -> dict[str, torch.Tensor]:
-    """The weights on the CPU, by the names that models.loading reads them by."""
+    """The weights on the CPU, by the names that checkpoints.load reads them by."""
     fused, tensors = names == "transformers", {}
     spelling, shapes = _needed(spec, params)
     block, short = _e4m3_block(params), not fused and _has_short_scales(spec, params)

@@ -48,15 +48,15 @@ def plan(
     form: str = "bf16", predicted: int = 0, meshes: Sequence[Mesh] = (), speculate: int = 0,
 ) -> dict[str, object]:  # fmt: skip
     """Bytes of the weights by kind; of every kind of cache, for max_batch requests of max_model_len tokens; of the
-    workspace; of the keys gathered for a step; and at most of a step's activations (models.memory says how they are
-    counted). Not counted are the driver's own bytes for each CUDA context, and what the allocator rounds up.
+    workspace; of the keys gathered for a step; and at most of a step's activations (checkpoints.memory says how they
+    are counted). Not counted are the driver's own bytes for each CUDA context, and what the allocator rounds up.
 
-    form: of models.forms, that of the weights. predicted: layers of multi-token prediction that files hold. They are
-    read, and one has caches, where ``speculate`` drafts are made a step; requests then own speculate + 1 rows. "gpus":
-    the same for one rank of each of ``meshes`` (none: of tensor and expert ranks, GPUS each), what it sends in a decode
-    step, and the cards that this fits. Of GPUS, a number that the model cannot be dealt out over says so ("refused").
-    Bounds are those of a group of ranks that compute the same tokens. ValueError for drafts of files that hold no such
-    layer, and for meshes that the model cannot be dealt out over or that are more than a host has.
+    form: of checkpoints.formats, that of the weights. predicted: layers of multi-token prediction that files hold. They
+    are read, and one has caches, where ``speculate`` drafts are made a step; requests then own speculate + 1 rows.
+    "gpus": the same for one rank of each of ``meshes`` (none: of tensor and expert ranks, GPUS each), what it sends in
+    a decode step, and the cards that this fits. Of GPUS, a number that the model cannot be dealt out over says so
+    ("refused"). Bounds are those of a group of ranks that compute the same tokens. ValueError for drafts of files that
+    hold no such layer, and for meshes that the model cannot be dealt out over or that are more than a host has.
     """
     for mesh in meshes:
         if mesh.size > GPUS[-1]:

@@ -34,7 +34,8 @@ DEFAULT_FORM = "published"
 
 class Source(NamedTuple):
     """What is known of a model before its weights are there. config: its config.json, or what one would say of random
-    weights in a published form; None of plain random weights. form: of models.forms, of random packed weights."""
+    weights in a published form; None of plain random weights. form: of checkpoints.formats, of random packed
+    weights."""
 
     spec: Spec | CompressedSpec
     config: dict[str, Any] | None

@@ -30,11 +30,11 @@ class Weights(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """A forward's fixed arguments. params: what models.loading or models.params give, all on one device.
+    """A forward's fixed arguments. params: what checkpoints.load or models.params give, all on one device.
     batch_invariant: of every step: a row's bits depend on no other row. prefill_activations: "fp8" quantises what steps
     with prefill rows multiply by packed weights; see models.deepseek_v32.forward. mesh: the ranks that this process is
-    one of; ``params`` are its share (models.sharding), ``spec`` is the whole model's. ValueError for quantised rows
-    where no weight is packed.
+    one of; ``params`` are its share (checkpoints.sharding), ``spec`` is the whole model's. ValueError for quantised
+    rows where no weight is packed.
 
     Every weight is a parameter under its own name ("layers.0.attn.q_a"), rope tables included, so that state_dict()
     holds what ``params`` does, and load_state_dict() takes it. A PackedWeight is two: its codes under its own name, and

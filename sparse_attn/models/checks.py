@@ -34,7 +34,7 @@ def check_params(params: Iterable[str], spec: Spec | CompressedSpec, *, predicts
     maker = "prediction_shapes(spec, 1)" if predicts else "param_shapes(spec)"
     raise ValueError(
         f"params: got no {name} ({what}){more}, allowed: every name of models.shapes.{maker}, and "
-        f"{' and '.join(_ropes(spec))}; models.loading.load and models.params.random_params give them"
+        f"{' and '.join(_ropes(spec))}; checkpoints.load.load and models.params.random_params give them"
     )
 
 

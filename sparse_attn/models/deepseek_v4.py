@@ -52,12 +52,12 @@ def forward(
     """Run one step and return fp32 logits [T, vocab]; the step's keys and entries are written into ``caches``.
     keep_hidden: return (logits, the streams [T, streams, D] they come from), which models.mtp takes.
 
-    params: what models.loading gives. tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id in
-    [0, vocab), their logits mean nothing. caches: what allocate_caches gives. plan: with a ring_table. logits_bytes:
+    params: what checkpoints.load gives. tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id
+    in [0, vocab), their logits mean nothing. caches: what allocate_caches gives. plan: with a ring_table. logits_bytes:
     bound on the index scores held at a time. prefill_in_place: see pipeline.windowed. prefill_activations: as
     models.deepseek_v32.forward takes it. batch_invariant: of attention (pipeline.attend) and of every product
-    (ops.grouped_linear). impl: as every op takes it. mesh: the ranks that this process is one of; ``params`` are its
-    share (models.sharding), ``spec`` is the whole model's, and ``plan`` is of all context ranks: its blocks are
+    (ops.layers.linears). impl: as every op takes it. mesh: the ranks that this process is one of; ``params`` are its
+    share (checkpoints.sharding), ``spec`` is the whole model's, and ``plan`` is of all context ranks: its blocks are
     mesh.context.size times as long as those of ``caches``. Rings and states are whole on every rank.
     """
     check_params(params, spec)

@@ -96,10 +96,10 @@ def attention(
     """One layer's attention: hidden [T, D] -> [T, D], and the selection it attended by.
 
     ``index_cache`` None: the layer has no indexer and attends by ``selection``. Tensor ranks have heads of their own,
-    whose outputs they sum. The indexer is whole on each of them; they may share its rows (pipeline.deal). Context ranks
-    have keys of their own; ``plan`` and the selection are of this one's (pipeline.context.own_plan). dealt: return this
-    context rank's rows alone (pipeline.ranks.own_rows). activations: of every packed product, see
-    models.products.product.
+    whose outputs they sum. The indexer is whole on each of them; they may share its rows (pipeline.parallel.rows).
+    Context ranks have keys of their own; ``plan`` and the selection are of this one's
+    (pipeline.parallel.context.own_plan). dealt: return this context rank's rows alone
+    (pipeline.parallel.ranks.own_rows). activations: of every packed product, see models.products.product.
     """
     attn, rope = prefix + "attn.", params["rope"]
     options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)

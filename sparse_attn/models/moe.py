@@ -10,7 +10,7 @@ Two ways through the routed experts, chosen by what the host knows (device, dtyp
   experts_per_token times the necessary operations, and tokens x num_experts x (2 x intermediate + hidden) values of
   scratch. It is for few or small experts, where a sort costs more than it saves, and for what grouped cannot take.
 
-Packed weights take ops.experts, which has none of these limits.
+Packed weights take ops.layers.experts, which has none of these limits.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def experts_grouped(
     """As experts_dense, each token through its own experts alone. The sum over a token's experts has a fixed order.
     Rows of other ranks' experts come last, behind the ends of all groups, and no product reads them. Packed weights
     take an operator of their own, which quantises by ``activations``. num_experts: as it takes them.
-    batch_invariant: so does every weight, see ops.grouped_linear.grouped_linear."""
+    batch_invariant: so does every weight, see ops.layers.linears.grouped_linear."""
     if isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
         own = ids if first is None else ids - first
         options: dict[str, Any] = dict(activations=activations, batch_invariant=batch_invariant, impl=impl)
@@ -193,8 +193,8 @@ def moe(
 
     Every rank routes all tokens and runs its own experts for them; one sum over mesh.routed adds them and the shared
     experts up. Where data ranks share experts, a rank runs them, and its part of the shared experts, for the rows of
-    all (pipeline.dispatch). activations: of every packed product, see models.products.product. batch_invariant: of
-    every product, see ops.grouped_linear.grouped_linear; a token's bits on a rank then depend on no other token.
+    all (pipeline.parallel.experts). activations: of every packed product, see models.products.product. batch_invariant:
+    of every product, see ops.layers.linears.grouped_linear; a token's bits on a rank then depend on no other token.
     """
     options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
     weights, ids = route(x, params, prefix, spec, tokens, **options)

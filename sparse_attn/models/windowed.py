@@ -132,9 +132,9 @@ def attention(
 ) -> torch.Tensor:
     """One layer's attention: hidden [T, D] -> [T, D]. shared: entries that all layers of a kind attend to, by kind.
 
-    Compressors and the indexer are whole on every rank; tensor ranks may share its rows (pipeline.deal). They have
-    groups of heads of their own, whose outputs they sum. Context ranks have entries of their own. dealt: return this
-    context rank's rows alone (pipeline.ranks.own_rows). activations: of every packed product, see
+    Compressors and the indexer are whole on every rank; tensor ranks may share its rows (pipeline.parallel.rows). They
+    have groups of heads of their own, whose outputs they sum. Context ranks have entries of their own. dealt: return
+    this context rank's rows alone (pipeline.parallel.ranks.own_rows). activations: of every packed product, see
     models.products.product.
     """
     attn, kind = prefix + "attn.", spec.layer_kinds[layer]

@@ -70,8 +70,8 @@ def index_select(
 
     query: the step's index queries [tokens, heads, dim] and weights [tokens, heads]. cache: the layer's index cache,
     into which this step's keys have been written. logits_bytes: bound on the scores held at a time. ranks: those that
-    hold a part of the keys each; ``plan`` is this rank's, of pipeline.context, and so is the selection. alike: those
-    that hold the same keys; they may share the rows (pipeline.deal), and all get the same selection.
+    hold a part of the keys each; ``plan`` is this rank's, of pipeline.parallel.context, and so is the selection. alike:
+    those that hold the same keys; they may share the rows (pipeline.parallel.rows), and all get the same selection.
     """
     inputs = (query, cache, plan.block_table, plan)
     options: dict[str, Any] = dict(layout=layouts.index, top_k=top_k, logits_bytes=logits_bytes, impl=impl)
@@ -122,7 +122,7 @@ def attend(
     each other.
 
     ranks: as index_select takes them. Each attends to its own of the selected keys; all get the merged output, or each
-    that of its own rows (pipeline.ranks.own_rows) where they are ``dealt``.
+    that of its own rows (pipeline.parallel.ranks.own_rows) where they are ``dealt``.
     """
     rows, requests = num_decode_rows(plan), plan.context_lens.shape[0]
     parts, own_sink = [], sink if ranks.size == 1 else None  # which counts once

@@ -121,8 +121,9 @@ def choose_over_ranks(
     """What this rank holds of the ``top_k`` best index keys of every decode and of every prefill row: int32 [rows,
     top_k] each, counted among the keys of the row's request that it holds. None where the step has no such rows.
 
-    cache: this rank's index keys. plan: this rank's, of pipeline.context. Scores of all rows are held at once, so that
-    a layer takes one collective or four (top_k_over_ranks): ValueError where that takes more than ``logits_bytes``.
+    cache: this rank's index keys. plan: this rank's, of pipeline.parallel.context. Scores of all rows are held at once,
+    so that a layer takes one collective or four (top_k_over_ranks): ValueError where that takes more than
+    ``logits_bytes``.
     """
     decode, prefill = num_decode_rows(plan), plan.kv_start.shape[0]
     check_scores(decode, plan.max_context, prefill, plan.kv_capacity, logits_bytes)

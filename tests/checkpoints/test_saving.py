@@ -1,4 +1,4 @@
-"""Checkpoint folders we write: read back bit for bit, by models.loading and by transformers."""
+"""Checkpoint folders we write: read back bit for bit, by checkpoints.load and by transformers."""
 
 import json
 import os

@@ -87,8 +87,8 @@ def combine(out: torch.Tensor, rows: int, mesh: Mesh) -> torch.Tensor:
 
 
 def dispatch_bytes(rows: int, hidden: int, top_k: int, itemsize: int, mesh: Mesh, way: str | None = None) -> int:
-    """Bytes that a rank sends for a layer's rows there and back, counted as pipeline.ranks.exchanged_bytes counts. way:
-    back, of way_of; None: as it says."""
+    """Bytes that a rank sends for a layer's rows there and back, counted as pipeline.parallel.ranks.exchanged_bytes
+    counts. way: back, of way_of; None: as it says."""
     way = way_of(rows, mesh) if way is None else way
     if way == "replicated":
         return 0

@@ -62,5 +62,5 @@ def choose_dealt(
 
 
 def dealt_bytes(units: int, top_k: int, ranks: Ranks) -> int:
-    """Bytes that a rank sends, counted as pipeline.ranks.exchanged_bytes counts."""
+    """Bytes that a rank sends, counted as pipeline.parallel.ranks.exchanged_bytes counts."""
     return (ranks.size - 1) * dealt_rows(units, ranks) * top_k * 4 if ranks.size > 1 < units else 0

@@ -1,7 +1,7 @@
 """Index scores: how much each query row's index heads want each key.
 
 logit[m, n] = k_scale[n] * sum_h weights[m, h] * relu(q[m, h] . k[n]), fp32; -inf outside the row's range, everywhere.
-The query's own quantisation scale is folded into ``weights`` (see ops.index_query); those of MXFP4 queries and keys
+The query's own quantisation scale is folded into ``weights`` (see ops.indexer.queries); those of MXFP4 queries and keys
 stand beside their codes, and k_scale is 1. Formula: DeepSeek-V3.2's lightning indexer, as DeepGEMM's mqa_logits and
 paged_mqa_logits compute it. One row's logit of one key has the same bits whatever else is in the call.
 """

@@ -38,7 +38,7 @@ def packed_experts(
     8 a token, 1.6 and 1.1 times. With it, columns of MXFP4 weights whose scale is below 2^-11 of the largest of their
     256 may count as 0.
 
-    Returns [tokens, hidden] in the dtype of x. Products are rounded as ops.grouped_linear says; silu(gate) * up is
+    Returns [tokens, hidden] in the dtype of x. Products are rounded as ops.layers.linears says; silu(gate) * up is
     rounded to the dtype of x, and so is the sum; the k terms of a token are added in fp32, in order. On a GPU nothing
     waits for the host. batch_invariant: a token's bits depend on no other token. Kernels for few tokens are so anyway;
     with it more tokens go through them, some at a time.

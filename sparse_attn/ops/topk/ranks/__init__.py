@@ -1,8 +1,8 @@
 """Exact top-k of scores that several ranks hold, a part each: the steps that a rank computes alone.
 
-A rank's row holds the scores of its own keys. Positions are dealt by blocks: local block n of rank r is block
-n * ranks + r of the row. Between these steps ranks add up what count_digits returns, and gather what count_ties
-returns (pipeline.ranks.top_k_over_ranks). The sum after three digits is the k-th highest score of all; the ties say
+A rank's row holds the scores of its own keys. Positions are dealt by blocks: local block n of rank r is block n * ranks
++ r of the row. Between these steps ranks add up what count_digits returns, and gather what count_ties returns
+(pipeline.parallel.ranks.top_k_over_ranks). The sum after three digits is the k-th highest score of all; the ties say
 how many of it each block holds. A block has one owner, so no rank needs another's candidates.
 
 Or each rank selects its own k highest (ops.topk), ranks gather what pack_candidates returns, and merge_candidates finds
