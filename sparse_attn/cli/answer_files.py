@@ -105,7 +105,7 @@ class AnswerFile:
             elif end:
                 os.ftruncate(self._file, len(data) - len(end))
             elif data and not data.endswith(b"\n"):
-                os.write(self._file, b"\n")
+                self._append(b"\n")
         self._new = False
         self._lock(fcntl.LOCK_UN, SEATS + 1, MOST - 1)
 
@@ -119,19 +119,10 @@ class AnswerFile:
         with naming(self.path), self._turn():
             if not self._in_place():
                 raise OSError(errno.ESTALE, "replaced or removed while it was written")
-            end, done = os.fstat(self._file).st_size, 0
+            end = os.fstat(self._file).st_size
             if end and os.pread(self._file, 1, end - 1) != b"\n":
                 raise OSError(errno.EIO, "ends in a line that another process began")
-            try:
-                while done < len(line):
-                    count = os.write(self._file, line[done:])
-                    if not count:
-                        raise OSError(errno.EIO, "takes no more bytes")
-                    done += count
-            finally:
-                if done < len(line):
-                    with contextlib.suppress(OSError):
-                        os.ftruncate(self._file, end)
+            self._append(line)
 
     def finish(self) -> None:
         """Write to the disk what is not there yet."""
@@ -154,6 +145,20 @@ class AnswerFile:
                 Path(os.path.realpath(self.path)).unlink()
             os.close(self._file)
             self._file = -1
+
+    def _append(self, data: bytes) -> None:
+        """All of ``data``, or nothing of it where it can be cut off."""
+        end, done = os.fstat(self._file).st_size, 0
+        try:
+            while done < len(data):
+                count = os.write(self._file, data[done:])
+                if not count:
+                    raise OSError(errno.EIO, "takes no more bytes")
+                done += count
+        finally:
+            if done < len(data):
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._file, end)
 
     def _open(self, flags: int) -> None:
         with naming(self.path):
