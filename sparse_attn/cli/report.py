@@ -6,12 +6,12 @@ import importlib
 import importlib.metadata
 import math
 import platform
-from pathlib import Path
 
 import torch
 
 from sparse_attn import explanation, ops
 from sparse_attn.cli.explain_calls import CALLS
+from sparse_attn.framework.registration import OPERATORS
 from sparse_attn.framework.target import Target, interpreting, resolve_impl, target_of
 from sparse_attn.framework.torch_private import dynamo_counts
 from sparse_attn.generation.generate import Generation
@@ -90,11 +90,9 @@ def implementations(device: torch.device) -> list[tuple[str, str, str]]:
     chosen = kernels(target_of(device))
     rows = []
     for package in ops.packages():
-        if not (Path(ops.__path__[0], *package.split(".")) / "op.py").exists():
+        module = importlib.import_module(f"{ops.__name__}.{package}").__name__
+        if not (names := sorted(name for name, value in OPERATORS.items() if value.__module__ == module)):
             rows.append((package, "-", "torch"))
-            continue
-        module = importlib.import_module(f"{ops.__name__}.{package}.op")
-        names = sorted(name for name, value in vars(module).items() if hasattr(value, "overload"))
         impl = resolve_impl("auto", device)
         for name in names:
             named = impl != "reference" and name in chosen

@@ -1,14 +1,19 @@
 """Argument checks shared by every public function: they name the argument, what came and what is allowed.
 
 They look at shapes, dtypes, strides and devices only, so they cost no synchronisation and vanish under torch.compile.
+An eager call that looks like the one before is spared them (``Guard``).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import numbers
 from collections.abc import Collection, Sequence
 
 import torch
+
+from sparse_attn.framework.torch_private import in_dispatch_mode
 
 MAX_CAPACITY = 2**31 - 1  # indices that rows hold in all: int32 says where each starts
 
@@ -146,3 +151,54 @@ def check_seed(name: str, seed: int) -> None:
     check_integer(name, seed)
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"{name}: got {seed}, allowed: a signed 64-bit integer")
+
+
+class Guard:
+    """Spares an eager call the checks that the last good call of its function passed, where both look the same:
+
+        if new := _GUARD.new(x, start):
+            check_dtype("x", x, FLOATS)
+            _GUARD.passed(new)
+
+    Two calls look the same where tensors agree in dtype, shape, strides, storage offset and device, all other
+    arguments are equal and of one type, and grad mode is the same. It holds no tensor, and threads may share it.
+    Whatever is traced is always checked; so are calls with subclasses of Tensor, or with values that may change.
+    """
+
+    def __init__(self):
+        self._last: tuple | None = None
+
+    def new(self, *arguments: object) -> tuple | None:
+        """What a call looks like, for ``passed``; None where that has passed already."""
+        if torch.compiler.is_compiling() or in_dispatch_mode():
+            return UNKNOWN
+        looks: list = [torch.is_grad_enabled()]
+        waiting = list(arguments)
+        for value in waiting:  # which grows
+            kind = type(value)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                looks += kind, value.dtype, value.shape, value.stride(), value.storage_offset(), value.device
+            elif kind in VALUES or _is_value(kind):
+                looks += kind, value
+            elif isinstance(value, tuple):
+                looks += kind, len(value)
+                waiting += value
+            else:
+                return UNKNOWN
+        found = tuple(looks)
+        return None if found == self._last else found
+
+    def passed(self, new: tuple) -> None:
+        if new is not UNKNOWN:
+            self._last = new
+
+
+UNKNOWN = ("unknown",)  # what a call looks like that is always checked
+VALUES = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
+
+
+@functools.lru_cache
+def _is_value(kind: type) -> bool:
+    """Whether objects of this type never change and can be compared: frozen dataclasses without tensors."""
+    frozen = dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # pyright: ignore
+    return frozen and not any("Tensor" in str(field.type) for field in dataclasses.fields(kind))

@@ -1,30 +1,32 @@
 """One way to define an operator: schema, fake, and real implementations: a reference, and a launcher that is imported
-when it first runs.
+when it first runs. ``OPERATORS`` is the table of all that are defined.
 
-Every schema ends with ``str impl``. The fake, the reference, the launcher and the rules of debug mode take the same
-arguments without ``impl``. Where ``impl`` may name a kernel of the package's table (see dispatch.py), the launcher
-takes that as ``kernel=``.
+Every schema ends with ``str impl``. The launcher takes the same arguments without ``impl``; the fake, the reference and
+the rules of debug mode take those of them that they name. Where ``impl`` may name a kernel of the package's table (see
+dispatch.py), the launcher takes that as ``kernel=``.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from sparse_attn import workspace
-from sparse_attn.framework import checks, debug, gradients, streams
-from sparse_attn.framework.autocast import no_autocast
+from sparse_attn.framework import autocast, checks, debug, gradients, streams
 from sparse_attn.framework.dispatch import Kernel
 from sparse_attn.framework.target import resolve_impl
 from sparse_attn.framework.torch_private import schema
 
 NAMESPACE = "sparse_attn"
 SCALARS = {
-    "int": checks.check_integer, "float": checks.check_number, "bool": checks.check_flag, "str": checks.check_text,
+    "int": (int, checks.check_integer), "float": (float, checks.check_number), "bool": (bool, checks.check_flag),
+    "str": (str, checks.check_text),
 }  # fmt: skip
+OPERATORS: dict[str, Callable] = {}
 
 
 def define_op(
@@ -42,7 +44,8 @@ def define_op(
     rules: of debug mode. launch: imports the launcher and gives it. kernels: those that ``impl`` may name.
 
     The returned function calls the operator and ends gradients there; numbers, flags and strings of another type are a
-    TypeError that names them. Its ``overload`` is the operator; the other attributes are what is given here.
+    TypeError that names them. Its ``overload`` is the operator, its ``__module__`` the package of ``fake``; the other
+    attributes are what is given here.
     """
     qualified = f"{NAMESPACE}::{name}"
     torch.library.define(qualified, signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
@@ -52,27 +55,42 @@ def define_op(
     tensors = tuple(place for place, argument in enumerate(arguments) if "Tensor" in str(argument.type))
     launch = functools.cache(launch)  # every eager call asks
     named = tuple(kernel.name for kernel in kernels)
-    real = _implementation(name, names, tensors, reference=reference, rules=rules, launch=launch, kernels=named)
-
-    def no_gradient(*args):  # of whoever calls the operator by its own name
-        return gradients.call(overload, qualified, args) if gradients.wanted(args, tensors) else real(*args)
-
+    referred, ruled = (_taking(function, names[:-1]) for function in (reference, rules))
+    real = _implementation(name, names, tensors, reference=referred, rules=ruled, launch=launch, kernels=named)
     scalars = [
-        (place, argument.name, SCALARS[str(argument.real_type)])  # a dtype's type is int, too
+        (place, argument.name, *SCALARS[str(argument.real_type)])  # a dtype's type is int, too
         for place, argument in enumerate(arguments)
         if str(argument.real_type) in SCALARS
     ]
 
+    def no_gradient(*args):  # of whoever calls the operator by its own name
+        return gradients.call(overload, qualified, args) if gradients.wanted(args, tensors) else real(*args)
+
     def call(*args):
-        for place, name, check in scalars:
-            check(name, args[place])
+        for place, name, kind, check in scalars:
+            if type(args[place]) is not kind:
+                check(name, args[place])
         return gradients.call(overload, qualified, args) if gradients.wanted(args, tensors) else overload(*args)
 
     torch.library.impl(qualified, ("cpu", "cuda"))(no_gradient)
-    torch.library.register_fake(qualified)(lambda *args: fake(*args[:-1]))
-    call.__name__, call.overload, call.kernels = name, overload, kernels
-    call.reference, call.rules, call.launch = reference, rules, launch
+    faked = _taking(fake, names[:-1])
+    torch.library.register_fake(qualified)(lambda *args: faked(*args[:-1]))
+    call.__name__, call.__module__ = name, fake.__module__.rpartition(".")[0]
+    call.overload, call.kernels = overload, kernels
+    call.fake, call.reference, call.rules, call.launch = faked, referred, ruled, launch
+    OPERATORS[name] = call
     return call
+
+
+def _taking(function: Callable, names: Sequence[str]) -> Callable:
+    """``function``, which takes some of the arguments ``names`` by their names, as one that takes all of them."""
+    wanted = list(inspect.signature(function).parameters)
+    if unknown := set(wanted) - set(names):
+        raise TypeError(f"{function.__module__}.{function.__name__}: takes {unknown}, allowed: {', '.join(names)}")
+    if wanted == list(names):
+        return function
+    places = [names.index(name) for name in wanted]
+    return functools.wraps(function)(lambda *args: function(*[args[place] for place in places]))
 
 
 def _too_large(
@@ -101,8 +119,8 @@ def _implementation(
     launch: Callable[[], Callable],
     kernels: Sequence[str] = (),
 ) -> Callable:
-    """The real implementation. It runs on the device of the tensors, whichever is current. It keeps its workspace until
-    its last launch.
+    """The real implementation. It runs on the device of the tensors, whichever is current, and without autocast. It
+    keeps its workspace until its last launch.
 
     names: of the arguments. tensors: places of those that are tensors or None. kernels: kernels that ``impl`` may name.
     """
@@ -123,7 +141,6 @@ def _implementation(
                     raise refusal from error
                 raise
 
-    @no_autocast
     def real(*args):
         home = None
         for place in tensors:
@@ -135,9 +152,9 @@ def _implementation(
                 found = f"{names[place]}: got device {value.device}"
                 raise ValueError(f"{name}: {found}, allowed: {home} (that of {names[first]})")
         assert home is not None, "an operator without tensors"
-        if streams.is_current(home):
+        if streams.is_current(home) and not autocast.is_on():
             return run(home, args)
-        with streams.entered(home):
+        with streams.entered(home), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return run(home, args)
 
     return real

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import math
 import re
 import subprocess
@@ -17,7 +16,6 @@ import torch
 from support.arguments import GOOD, ints, longs
 from support.extremes import INT_MAX, INT_MIN
 
-import sparse_attn
 from sparse_attn.explanation import QUESTIONS
 from sparse_attn.framework import debug, dispatch, gradients, registration, torch_private
 from sparse_attn.framework.target import H200
@@ -209,21 +207,12 @@ def ops():
     return {*torch_private.operators("sparse_attn")} - ends
 
 
-def rules(name):
-    for package in sparse_attn.ops.packages():
-        if importlib.util.find_spec(f"sparse_attn.ops.{package}.debug"):
-            module = importlib.import_module(f"sparse_attn.ops.{package}.debug")
-            if hasattr(module, name):
-                return getattr(module, name)
-    raise AssertionError(f"{name} has no rules")
-
-
 def test_every_op_has_rules_and_cases():
     assert ops() == GOOD.keys() == BAD.keys()
     for name in ops():
         schema = torch_private.schema(getattr(torch.ops.sparse_attn, name).default)
         expected = [argument.name for argument in schema.arguments][:-1]
-        assert list(inspect.signature(rules(name)).parameters) == expected == list(GOOD[name]()), name
+        assert expected == list(GOOD[name]()) and registration.OPERATORS[name].rules, name
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -258,7 +247,7 @@ def test_nothing_is_there(name, debugging):
                 empty[key] = torch.zeros(1, dtype=torch.int32)
     if name == "step_plan":
         empty["num_decodes"] = 0
-    rules(name)(**empty)
+    registration.OPERATORS[name].rules(*empty.values())
 
 
 def test_composites_have_rules(debugging):

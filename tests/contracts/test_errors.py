@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 
 import pytest
@@ -24,13 +23,7 @@ from sparse_attn.pipeline.bounds import Bounds
 from sparse_attn.testing.ops import public_functions
 
 FUNCTIONS = [function for function in public_functions().values() if "impl" in inspect.signature(function).parameters]
-OPERATORS = [
-    operator
-    for package in sparse_attn.ops.packages()
-    if importlib.util.find_spec(f"sparse_attn.ops.{package}.op")
-    for operator in vars(importlib.import_module(f"sparse_attn.ops.{package}.op")).values()
-    if hasattr(operator, "overload")
-]
+OPERATORS = [*registration.OPERATORS.values()]
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from support.arguments import GOOD
 from support.steps import decode_state, filled_caches, fresh, layer_of, model_of, plan_of, prefill_plan
 
 from sparse_attn import Model, generate, ops, sparse_attn_prefill, write_kv_cache
+from sparse_attn.framework.registration import OPERATORS
 from sparse_attn.framework.torch_private import TorchDispatchMode, schema
 from sparse_attn.layout import PlainLayout
 from sparse_attn.models.params import random_params
@@ -22,12 +23,9 @@ WRITERS = {"indexer_k_quant_and_cache", "write_kv_cache", "compress_and_cache", 
 
 def callables():
     """name -> what public functions call."""
-    found = {}
     for package in ops.packages():
-        if importlib.util.find_spec(f"sparse_attn.ops.{package}.op"):
-            module = importlib.import_module(f"sparse_attn.ops.{package}.op")
-            found |= {name: value for name, value in vars(module).items() if hasattr(value, "overload")}
-    return found
+        importlib.import_module(f"sparse_attn.ops.{package}")
+    return OPERATORS
 
 
 CALLS = callables()

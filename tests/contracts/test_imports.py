@@ -332,17 +332,17 @@ def loading_module(name, package=None):
 builtins.__import__, importlib.import_module = loading, loading_module
 import torch
 from sparse_attn import ops
+from sparse_attn.framework.registration import OPERATORS
 from support.arguments import GOOD
 ran = set()
 for package in ops.packages():
-    if importlib.util.find_spec(f"sparse_attn.ops.{package}.op"):
-        for op in vars(load_module(f"sparse_attn.ops.{package}.op")).values():
-            if hasattr(op, "overload"):
-                op(*GOOD[op.__name__]().values(), "reference")
-                ran.add(op.__name__)
-                for kernel in op.kernels:
-                    kernel.launcher
-                op.launch()
+    load_module(f"sparse_attn.ops.{package}")
+for name, op in OPERATORS.items():
+    op(*GOOD[name]().values(), "reference")
+    ran.add(name)
+    for kernel in op.kernels:
+        kernel.launcher
+    op.launch()
 assert ran == GOOD.keys() and len(ran) >= 35, ran ^ GOOD.keys()
 print(json.dumps({name: sorted(names - {name}) for name, names in found.items()}))
 """

@@ -3,28 +3,15 @@
 from sparse_attn.ops.attention.sparse.shapes import allocate_output, value_dim
 
 
-def sparse_attn_prefill(q, kv, indices, indptr, scale, d_v, sink, batch_invariant):
+def sparse_attn_prefill(q, d_v):
     return allocate_output(q.shape[0], q.shape[1], d_v, q)
 
 
-def sparse_attn_decode(
-    q,
-    cache,
-    indices,
-    indptr,
-    scale,
-    layout,
-    extra_cache,
-    extra_indices,
-    extra_indptr,
-    extra_layout,
-    sink,
-    batch_invariant,
-):
+def sparse_attn_decode(q, layout):
     return allocate_output(q.shape[0], q.shape[1], value_dim(layout), q)
 
 
-def sparse_attn_into(*arguments) -> None:
+def sparse_attn_into() -> None:
     """Writes out, lse and max_logits, and returns nothing."""
 
 

@@ -9,12 +9,30 @@ import torch
 
 from sparse_attn.framework import checks, gradients
 from sparse_attn.framework.debug import look
-from sparse_attn.ops.layers.rope import debug, op, reference
+from sparse_attn.framework.registration import define_op
+from sparse_attn.ops.layers.rope import fake, reference
 from sparse_attn.ops.layers.rope.table import Yarn, inverse_frequencies, rope_table
 
 __all__ = ["Yarn", "apply_rope", "inverse_frequencies", "rope_table"]
 
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_GUARD = checks.Guard()
+
+
+def _launchers():
+    from sparse_attn.ops.layers.rope import launch
+
+    return launch
+
+
+_apply_rope = define_op(
+    "apply_rope",
+    "(Tensor x, Tensor positions, Tensor cos_sin, int start, bool interleaved, bool inverse, str impl) -> Tensor",
+    fake=fake.apply_rope,
+    reference=reference.apply_rope,
+    rules=reference.rules,
+    launch=lambda: _launchers().apply_rope,
+)
 
 
 def apply_rope(
@@ -37,12 +55,14 @@ def apply_rope(
     Returns a new contiguous tensor, rotated in fp32 and cast back to x's dtype; it has a gradient by x. TypeError or
     ValueError for wrong dtypes, shapes, devices or a slice that does not fit.
     """
-    checks.check_dtype("x", x, VALUE_DTYPES)
-    checks.check_rank("x", x, 2, 3)
-    reference.check_rope("x", x, positions, cos_sin, start)
-    for name, value in (("interleaved", interleaved), ("inverse", inverse)):
-        checks.check_flag(name, value)
+    if new := _GUARD.new(x, positions, cos_sin, start, interleaved, inverse):
+        checks.check_dtype("x", x, VALUE_DTYPES)
+        checks.check_rank("x", x, 2, 3)
+        reference.check_rope("x", x, positions, cos_sin, start)
+        for name, value in (("interleaved", interleaved), ("inverse", inverse)):
+            checks.check_flag(name, value)
+        _GUARD.passed(new)
     if not gradients.wanted((x,), (0,)):
-        return op.apply_rope(x, positions, cos_sin, start, interleaved, inverse, impl)
-    look("apply_rope", debug.apply_rope, x, positions, cos_sin, start, interleaved, inverse)
+        return _apply_rope(x, positions, cos_sin, start, interleaved, inverse, impl)
+    look("apply_rope", reference.rules, positions, cos_sin)
     return reference.apply_rope(x, positions, cos_sin, start, interleaved, inverse)

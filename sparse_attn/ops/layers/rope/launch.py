@@ -1,4 +1,4 @@
-"""The GPU implementation: one launch."""
+"""The GPU implementation: one launch without scratch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from sparse_attn.device import grid, pdl
 from sparse_attn.framework.target import target_of
-from sparse_attn.ops.layers.rope import config, kernels
+from sparse_attn.ops.layers.rope import kernels
 
 
 def apply_rope(
@@ -18,9 +18,9 @@ def apply_rope(
     wide = x if x.dim() == 3 else x.unsqueeze(1)
     tokens, heads, dim = wide.shape
     target = target_of(x.device)
-    launch = config.config(heads, dim, target)
-    grid.check("x heads", heads, launch.heads)
-    kernels.apply_rope[(tokens, -(-heads // launch.heads))](
+    block, padded = grid.block_of_heads(heads, dim)
+    grid.check("x heads", heads, block)
+    kernels.apply_rope[(tokens, -(-heads // block))](
         wide,
         positions,
         cos_sin,
@@ -38,9 +38,9 @@ def apply_rope(
         WIDTH=cos_sin.shape[1],
         INTERLEAVED=interleaved,
         INVERSE=inverse,
-        BLOCK_HEADS=launch.heads,
-        DIM_PADDED=launch.dim,
-        num_warps=launch.num_warps,
+        BLOCK_HEADS=block,
+        DIM_PADDED=padded,
+        num_warps=min(4, max(1, block * padded // 512)),
         enable_fp_fusion=False,
         **pdl.launched(target),
     )

@@ -1,10 +1,10 @@
-"""Rotation in plain torch, and the checks every user of a table shares."""
+"""Rotation in plain torch, what debug mode asks of its values, and the checks every user of a table shares."""
 
 from __future__ import annotations
 
 import torch
 
-from sparse_attn.framework import checks
+from sparse_attn.framework import checks, debug
 
 POSITION_DTYPES = (torch.int32, torch.int64)
 
@@ -21,6 +21,10 @@ def apply_rope(
     rotated = rotate(x[..., start : start + width].float(), cos, sin, interleaved)
     rotated = torch.where(valid, rotated, 0.0).to(x.dtype)
     return torch.cat([x[..., :start], rotated, x[..., start + width :]], dim=-1)
+
+
+def rules(positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    debug.places("positions", positions, cos_sin.shape[0], "rows of cos_sin")
 
 
 def look_up(positions: torch.Tensor, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
