@@ -53,7 +53,8 @@ def storage_extent(cache: torch.Tensor) -> int:
     """Elements from the first to the last one that ``cache`` can reach."""
     if cache.numel() == 0:
         return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride()))
+    (blocks, tokens, row), (block, token, value) = cache.shape, cache.stride()
+    return 1 + (blocks - 1) * block + (tokens - 1) * token + (row - 1) * value
 
 
 def _stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -154,7 +154,7 @@ def check_seed(name: str, seed: int) -> None:
 
 
 class Guard:
-    """Spares an eager call the checks that the last good call of its function passed, where both look the same:
+    """Spares an eager call the checks that a call which looked the same has passed before:
 
         if new := _GUARD.new(x, start):
             check_dtype("x", x, FLOATS)
@@ -165,8 +165,10 @@ class Guard:
     Whatever is traced is always checked; so are calls with subclasses of Tensor, or with values that may change.
     """
 
+    MOST = 64  # looks it remembers: call sites of a model times its kinds of steps
+
     def __init__(self):
-        self._last: tuple | None = None
+        self._passed: set[tuple] = set()
 
     def new(self, *arguments: object) -> tuple | None:
         """What a call looks like, for ``passed``; None where that has passed already."""
@@ -186,11 +188,14 @@ class Guard:
             else:
                 return UNKNOWN
         found = tuple(looks)
-        return None if found == self._last else found
+        return None if found in self._passed else found
 
     def passed(self, new: tuple) -> None:
-        if new is not UNKNOWN:
-            self._last = new
+        if new is UNKNOWN:
+            return
+        if len(self._passed) >= self.MOST:
+            self._passed = set()
+        self._passed.add(new)
 
 
 UNKNOWN = ("unknown",)  # what a call looks like that is always checked

@@ -19,7 +19,7 @@ from sparse_attn import workspace
 from sparse_attn.framework import autocast, checks, debug, gradients, streams
 from sparse_attn.framework.dispatch import Kernel
 from sparse_attn.framework.target import resolve_impl
-from sparse_attn.framework.torch_private import schema
+from sparse_attn.framework.torch_private import OpOverload, schema
 
 NAMESPACE = "sparse_attn"
 SCALARS = {
@@ -56,15 +56,13 @@ def define_op(
     launch = functools.cache(launch)  # every eager call asks
     named = tuple(kernel.name for kernel in kernels)
     referred, ruled = (_taking(function, names[:-1]) for function in (reference, rules))
-    real = _implementation(name, names, tensors, reference=referred, rules=ruled, launch=launch, kernels=named)
+    given = dict(reference=referred, rules=ruled, launch=launch, kernels=named)
+    real = _implementation(name, names, tensors, end=(overload, qualified), **given)
     scalars = [
         (place, argument.name, *SCALARS[str(argument.real_type)])  # a dtype's type is int, too
         for place, argument in enumerate(arguments)
         if str(argument.real_type) in SCALARS
     ]
-
-    def no_gradient(*args):  # of whoever calls the operator by its own name
-        return gradients.call(overload, qualified, args) if gradients.wanted(args, tensors) else real(*args)
 
     def call(*args):
         for place, name, kind, check in scalars:
@@ -72,7 +70,7 @@ def define_op(
                 check(name, args[place])
         return gradients.call(overload, qualified, args) if gradients.wanted(args, tensors) else overload(*args)
 
-    torch.library.impl(qualified, ("cpu", "cuda"))(no_gradient)
+    torch.library.impl(qualified, ("cpu", "cuda"))(real)
     faked = _taking(fake, names[:-1])
     torch.library.register_fake(qualified)(lambda *args: faked(*args[:-1]))
     call.__name__, call.__module__ = name, fake.__module__.rpartition(".")[0]
@@ -118,11 +116,13 @@ def _implementation(
     rules: Callable[..., None],
     launch: Callable[[], Callable],
     kernels: Sequence[str] = (),
+    end: tuple[OpOverload, str] | None = None,
 ) -> Callable:
     """The real implementation. It runs on the device of the tensors, whichever is current, and without autocast. It
     keeps its workspace until its last launch.
 
     names: of the arguments. tensors: places of those that are tensors or None. kernels: kernels that ``impl`` may name.
+    end: the operator at which gradients end, for whoever calls it by its own name.
     """
 
     def run(device: torch.device, args: tuple):
@@ -142,6 +142,8 @@ def _implementation(
                 raise
 
     def real(*args):
+        if end is not None and gradients.wanted(args, tensors):
+            return gradients.call(*end, args)
         home = None
         for place in tensors:
             if (value := args[place]) is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.framework import checks
-from sparse_attn.ops.ragged.step_plans import op, reference
+from sparse_attn.framework.registration import OPERATORS
+from sparse_attn.ops.ragged.step_plans import reference
 from sparse_attn.types import StepPlan
 
 NO_SLOT, ANY_SLOT = -1, torch.iinfo(torch.int64).max
@@ -150,7 +151,7 @@ class HostPlanner:
         starts = self._padded_starts(query_start_loc).to(seq_lens.device, non_blocking=True)
         lengths = torch.zeros(self.max_requests, dtype=torch.int32, device=seq_lens.device)
         lengths[: seq_lens.shape[0]] = seq_lens
-        fresh = op.step_plan(starts, lengths, self._slots, num_decodes, next_n, self.impl)
+        fresh = OPERATORS["step_plan"](starts, lengths, self._slots, num_decodes, next_n, self.impl)
         for mine, value in zip((*self._rows, self._slots, plan.kv_indptr, plan.kv_start, plan.kv_end), fresh):
             mine.copy_(value)
 

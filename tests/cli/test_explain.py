@@ -17,15 +17,10 @@ from sparse_attn.cli.explain_calls import CALLS
 from sparse_attn.cli.main import main
 from sparse_attn.explanation import explain
 from sparse_attn.framework.dispatch import Kernel
+from sparse_attn.framework.registration import OPERATORS
 from sparse_attn.framework.target import H200, TARGETS, target_of
 from sparse_attn.framework.torch_private import map_leaves
-from sparse_attn.ops.attention.sparse import op as attention
-from sparse_attn.ops.indexer.scores import op as index_logits
-from sparse_attn.ops.layers.experts import op as experts
-from sparse_attn.ops.layers.linears import op as grouped_linear
-from sparse_attn.ops.topk.fused import op as index_topk
 from sparse_attn.ops.topk.select import dispatch as selection
-from sparse_attn.ops.topk.select import op as topk
 from sparse_attn.ops.topk.select.plan import Problem
 from sparse_attn.testing.ops import public_functions
 from sparse_attn.types import Ragged
@@ -194,9 +189,7 @@ def test_what_is_wrong_raises_what_the_call_raises():
 
 def test_every_operator_with_a_table_is_explained():
     """And every call of the command reaches one of them."""
-    tables = set()
-    for room in (attention, experts, grouped_linear, index_logits, index_topk, topk):
-        tables |= {name for name, value in vars(room).items() if hasattr(value, "overload") and value.kernels}
+    tables = {name for name, operator in OPERATORS.items() if operator.kernels}
     assert tables == explanation.QUESTIONS.keys()
     calls = [call.arguments(**call.defaults) for call in CALLS.values()]
     calls.append(CALLS["grouped_linear"].arguments(**CALLS["grouped_linear"].defaults | dict(activations="fp8")))

@@ -269,11 +269,11 @@ def test_streams_far_apart():
 @pytest.mark.parametrize("count, hidden", [(3, 7168), (16, 7168)])  # those of published models: scripts/aot.py
 @pytest.mark.parametrize("arch", [90, 80, "gfx942"])
 def test_compiles_ahead_of_time(count, hidden, arch):
-    from sparse_attn.framework.target import H200
-    from sparse_attn.ops.layers.hyper_connection import config, kernels
+    from sparse_attn.ops.layers.hyper_connection import kernels
+    from sparse_attn.ops.layers.hyper_connection.launch import choose
     from sparse_attn.testing.aot import compile_kernel
 
-    launch = config.config(count, hidden, H200)
+    launch = choose(count, hidden)
     sizes = dict(COUNT=count, PADDED=1 << (count - 1).bit_length())
     strides = dict.fromkeys(("hidden", "stride_streams_token", "stride_streams_stream"), "i32")
     mix = compile_kernel(

@@ -332,14 +332,12 @@ def test_opcheck_kernel(device):
 )
 @pytest.mark.parametrize("arch", [90, 80, "gfx942"])
 def test_compiles_ahead_of_time(layout, arch):
-    from sparse_attn.framework.target import H200
-    from sparse_attn.ops.attention.kv_cache import config, kernels, launch
+    from sparse_attn.ops.attention.kv_cache import kernels, launch
     from sparse_attn.testing.aot import compile_kernel
 
     fp8, planar = layout.dtype == torch.uint8, isinstance(layout, PlanarFp8Layout)
     pointer = "*u8" if fp8 else "*bf16"
     record = launch._record(layout, layout.token_bytes if planar else layout.row)
-    chosen = config.config(H200)
     scalars = ("capacity", "requests", "max_blocks", "num_blocks", "block_size")
     scalars += ("stride_cache_block", "stride_table_request")
     gather = compile_kernel(
@@ -347,10 +345,10 @@ def test_compiles_ahead_of_time(layout, arch):
         dict(cache=pointer, block_table="*i32", kv_indptr="*i32", out="*bf16")
         | dict.fromkeys(scalars, "i32")
         | (dict(starts="*i32") if planar else {}),
-        record | dict(ROWS=chosen.gather_rows) | ({} if planar else dict(starts=None)),
+        record | dict(ROWS=launch.GATHERED["ROWS"]) | ({} if planar else dict(starts=None)),
         arch=arch,
         aligned=("stride_cache_block",),
-        num_warps=chosen.num_warps,
+        num_warps=launch.GATHERED["num_warps"],
     )
     strides = ("stride_latent_token", "stride_rope_token", "stride_slot_token", "stride_cache_block")
     write = compile_kernel(

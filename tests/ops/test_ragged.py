@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from support.extremes import INT_MAX, INT_MIN
 
 import sparse_attn.ops.ragged.lists as ragged
-from sparse_attn.ops.ragged.lists import debug, reference
+from sparse_attn.ops.ragged.lists import reference
 from sparse_attn.testing.ops import opcheck, schema
 
 WILD = [-1, -2, INT_MIN, INT_MAX]
@@ -213,9 +213,9 @@ def test_highest_index_reference():
 
 def test_debug_mode_lets_the_highest_index_through():
     topk, request, table = (torch.tensor(x).int() for x in ([[15, -1]], [0], [[2**27 - 1]]))
-    debug.compute_global_topk_ragged_indices_and_indptr(topk, request, table, 16)
+    reference.rules_of_compute_global_topk_ragged_indices_and_indptr(topk, request, table, 16)
     with pytest.raises(ValueError, match="^block_table.*got 134217728, allowed: -1, or 0 to 134217727"):
-        debug.compute_global_topk_ragged_indices_and_indptr(topk, request, table + 1, 16)
+        reference.rules_of_compute_global_topk_ragged_indices_and_indptr(topk, request, table + 1, 16)
 
 
 @pytest.mark.kernel

@@ -15,7 +15,7 @@ SUITES = (
 )  # fmt: skip
 ALONE = (  # measured against something other than the peers
     "arrivals", "compat", "decode_growth", "decode_invariant", "decode_loop", "experts_few", "experts_many",
-    "experts_fp8", "experts_w4a8", "hf_bridge", "hf_layer", "linears_exact", "linears_few", "linears_many", "load",
+    "experts_fp8", "experts_w4a8", "hf_bridge", "hf_layer", "host_calls", "linears_exact", "linears_few", "linears_many", "load",
     "loop_invariant", "paged_scores_mxfp4", "plan_cache", "prefill_forms",
     "prefill_portable", "prefill_scores_mxfp4", "rank_parts", "rank_share", "rank_step", "real_share",
     "speculation", "step_share",

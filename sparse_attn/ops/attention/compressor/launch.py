@@ -19,7 +19,17 @@ from sparse_attn.layout import (
     PlanarFp8Layout,
     parse_layout,
 )
-from sparse_attn.ops.attention.compressor import config, kernels
+from sparse_attn.ops.attention.compressor import kernels
+
+KEPT_COLUMNS = 1024  # values of a row that a keeping program writes
+
+
+def choose(dim: int, span: int) -> tuple[int, int]:
+    """(tokens that a program pools at a time, its warps), for entries that pool ``span`` tokens. A CTA takes 4096
+    values of kv and as many of gate at a time, 16 of each a thread."""
+    padded = triton.next_power_of_2(dim)
+    rows = max(1, min(triton.next_power_of_2(span), 4096 // padded))
+    return rows, max(1, min(8, rows * padded // 512))
 
 
 def compress_and_cache(
@@ -46,8 +56,8 @@ def compress_and_cache(
         return
     span = 2 * ratio if overlap else ratio
     target = target_of(kv.device)
-    launch = config.config(kind.dim, span, target)
-    grid.check("kv width", width, launch.keep_columns)
+    rows, num_warps = choose(kind.dim, span)
+    grid.check("kv width", width, KEPT_COLUMNS)
     row_strides = kv.stride(0), gate.stride(0), position_bias.stride(0)
     common = positions, request_ids, state, state_table
     sizes = state_table.shape[0], state_table.shape[1], state.shape[0], state.shape[1]
@@ -83,12 +93,12 @@ def compress_and_cache(
             HADAMARD=hadamard,
             STAGES=padded.bit_length() - 1,
             **_record(kind, padded),
-            ROWS=launch.rows,
-            num_warps=launch.num_warps,
+            ROWS=rows,
+            num_warps=num_warps,
             enable_fp_fusion=False,
             **pdl.launched(target),
         )
-    kernels.keep[(tokens, triton.cdiv(width, launch.keep_columns))](
+    kernels.keep[(tokens, triton.cdiv(width, KEPT_COLUMNS))](
         kv,
         gate,
         position_bias,
@@ -99,7 +109,7 @@ def compress_and_cache(
         *strides,
         WIDTH=width,
         RATIO=ratio,
-        COLUMNS=launch.keep_columns,
+        COLUMNS=KEPT_COLUMNS,
         num_warps=4,
         **pdl.launched(target),
     )

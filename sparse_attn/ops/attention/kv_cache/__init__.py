@@ -11,11 +11,38 @@ import torch
 
 from sparse_attn.cache import check_cache
 from sparse_attn.framework import checks
+from sparse_attn.framework.registration import define_op
 from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
-from sparse_attn.ops.attention.kv_cache import op
+from sparse_attn.ops.attention.kv_cache import fake, reference
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SLOT_DTYPES = (torch.int64, torch.int32)
+_WRITE, _GATHER = checks.Guard(), checks.Guard()
+
+
+def _launchers():
+    from sparse_attn.ops.attention.kv_cache import launch
+
+    return launch
+
+
+_write_kv_cache = define_op(
+    "write_kv_cache",
+    "(Tensor latent, Tensor rope, Tensor(a!) cache, Tensor slot_mapping, str layout, str impl) -> ()",
+    fake=fake.write_kv_cache,
+    reference=reference.write_kv_cache,
+    rules=reference.rules_of_write_kv_cache,
+    launch=lambda: _launchers().write_kv_cache,
+)
+_gather_kv_cache = define_op(
+    "gather_kv_cache",
+    "(Tensor cache, Tensor block_table, Tensor kv_indptr, Tensor? starts, SymInt capacity, str layout,"
+    " ScalarType dtype, str impl) -> Tensor",
+    fake=fake.gather_kv_cache,
+    reference=reference.gather_kv_cache,
+    rules=reference.rules_of_gather_kv_cache,
+    launch=lambda: _launchers().gather_kv_cache,
+)
 
 
 def write_kv_cache(
@@ -40,22 +67,23 @@ def write_kv_cache(
     infinities become the flavour's NaN and change no other value of the group. Elsewhere any NaN is written as the one
     of all bits but the sign.
     """
-    _check_layout(layout)
-    checks.check_dtype("latent", latent, FLOATS)
-    checks.check_shape("latent", latent, (None, layout.latent), "[tokens, layout.latent]")
-    checks.check_unit_stride("latent", latent)
-    checks.check_dtype("rope", rope, (latent.dtype,))
-    checks.check_shape("rope", rope, (latent.shape[0], layout.rope), "[tokens, layout.rope]")
-    checks.check_unit_stride("rope", rope)
-    check_cache("cache", cache, layout, padded_rows=True)
-    checks.check_dtype("slot_mapping", slot_mapping, SLOT_DTYPES)
-    checks.check_rank("slot_mapping", slot_mapping, 1)
-    if slot_mapping.shape[0] > latent.shape[0]:
-        raise ValueError(
-            f"slot_mapping: got {slot_mapping.shape[0]} slots, allowed: at most the {latent.shape[0]} tokens of latent"
-        )
-    checks.check_same_device(latent=latent, rope=rope, cache=cache, slot_mapping=slot_mapping)
-    op.write_kv_cache(latent, rope, cache, slot_mapping, layout.name, impl)
+    if new := _WRITE.new(latent, rope, cache, slot_mapping, layout):
+        _check_layout(layout)
+        checks.check_dtype("latent", latent, FLOATS)
+        checks.check_shape("latent", latent, (None, layout.latent), "[tokens, layout.latent]")
+        checks.check_unit_stride("latent", latent)
+        checks.check_dtype("rope", rope, (latent.dtype,))
+        checks.check_shape("rope", rope, (latent.shape[0], layout.rope), "[tokens, layout.rope]")
+        checks.check_unit_stride("rope", rope)
+        check_cache("cache", cache, layout, padded_rows=True)
+        checks.check_dtype("slot_mapping", slot_mapping, SLOT_DTYPES)
+        checks.check_rank("slot_mapping", slot_mapping, 1)
+        if slot_mapping.shape[0] > latent.shape[0]:
+            most = f"at most the {latent.shape[0]} tokens of latent"
+            raise ValueError(f"slot_mapping: got {slot_mapping.shape[0]} slots, allowed: {most}")
+        checks.check_same_device(latent=latent, rope=rope, cache=cache, slot_mapping=slot_mapping)
+        _WRITE.passed(new)
+    _write_kv_cache(latent, rope, cache, slot_mapping, layout.name, impl)
 
 
 def gather_kv_cache(
@@ -79,22 +107,24 @@ def gather_kv_cache(
 
     Returns [capacity, layout.latent + layout.rope] of ``dtype`` (bf16, fp16 or fp32).
     """
-    _check_layout(layout)
-    check_cache("cache", cache, layout, padded_rows=True)
-    checks.check_dtype("block_table", block_table, (torch.int32,))
-    checks.check_rank("block_table", block_table, 2)
-    checks.check_unit_stride("block_table", block_table)
-    checks.check_dtype("kv_indptr", kv_indptr, (torch.int32,))
-    checks.check_bounds("kv_indptr", kv_indptr, block_table.shape[0], "[requests + 1]")
-    checks.check_unit_stride("kv_indptr", kv_indptr)
-    if starts is not None:
-        checks.check_dtype("starts", starts, (torch.int32,))
-        checks.check_shape("starts", starts, (block_table.shape[0],), "[requests]")
-        checks.check_unit_stride("starts", starts)
-    checks.check_at_least("capacity", capacity, 0)
-    checks.check_choice("dtype", dtype, FLOATS)
-    checks.check_same_device(cache=cache, block_table=block_table, kv_indptr=kv_indptr, starts=starts)
-    return op.gather_kv_cache(cache, block_table, kv_indptr, starts, capacity, layout.name, dtype, impl)
+    if new := _GATHER.new(cache, block_table, kv_indptr, capacity, layout, starts, dtype):
+        _check_layout(layout)
+        check_cache("cache", cache, layout, padded_rows=True)
+        checks.check_dtype("block_table", block_table, (torch.int32,))
+        checks.check_rank("block_table", block_table, 2)
+        checks.check_unit_stride("block_table", block_table)
+        checks.check_dtype("kv_indptr", kv_indptr, (torch.int32,))
+        checks.check_bounds("kv_indptr", kv_indptr, block_table.shape[0], "[requests + 1]")
+        checks.check_unit_stride("kv_indptr", kv_indptr)
+        if starts is not None:
+            checks.check_dtype("starts", starts, (torch.int32,))
+            checks.check_shape("starts", starts, (block_table.shape[0],), "[requests]")
+            checks.check_unit_stride("starts", starts)
+        checks.check_at_least("capacity", capacity, 0)
+        checks.check_choice("dtype", dtype, FLOATS)
+        checks.check_same_device(cache=cache, block_table=block_table, kv_indptr=kv_indptr, starts=starts)
+        _GATHER.passed(new)
+    return _gather_kv_cache(cache, block_table, kv_indptr, starts, capacity, layout.name, dtype, impl)
 
 
 def _check_layout(layout: object) -> None:

@@ -9,7 +9,9 @@ from sparse_attn.device import pdl
 from sparse_attn.fp8 import FP8_MAX
 from sparse_attn.framework.target import target_of
 from sparse_attn.layout import KvLayout, LatentFp8Layout, PlainLayout, PlanarFp8Layout, parse_kv_layout, row_stride
-from sparse_attn.ops.attention.kv_cache import config, kernels, shapes
+from sparse_attn.ops.attention.kv_cache import fake, kernels
+
+GATHERED = {"ROWS": 8, "num_warps": 4}  # rows of a gathering program; a writing program takes one token
 
 
 def write_kv_cache(
@@ -51,14 +53,12 @@ def gather_kv_cache(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     kind = parse_kv_layout(layout)
-    rows = shapes.allocate_rows(cache, capacity, layout, dtype)
+    rows = fake.allocate_rows(cache, capacity, layout, dtype)
     if capacity == 0:
         return rows
     if block_table.numel() == 0:
         return rows.zero_()
-    target = target_of(cache.device)
-    launch = config.config(target)
-    kernels.gather_rows[(triton.cdiv(capacity, launch.gather_rows),)](
+    kernels.gather_rows[(triton.cdiv(capacity, GATHERED["ROWS"]),)](
         cache,
         block_table,
         kv_indptr,
@@ -72,9 +72,8 @@ def gather_kv_cache(
         cache.stride(0),
         block_table.stride(0),
         **_record(kind, row_stride(cache, kind)),
-        ROWS=launch.gather_rows,
-        num_warps=launch.num_warps,
-        **pdl.launched(target),
+        **GATHERED,
+        **pdl.launched(target_of(cache.device)),
     )
     return rows
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sparse_attn.framework import debug
 from sparse_attn.layout import parse_layout
 from sparse_attn.ops.indexer.keys.reference import gathered_slots
 
@@ -32,3 +33,16 @@ def gather_kv_cache(
     rows = torch.zeros(capacity, kind.dim, dtype=dtype, device=cache.device)
     rows[known] = kind.decode(cache, slots[known]).to(dtype)
     return rows
+
+
+# --- what debug mode asks of values
+
+
+def rules_of_write_kv_cache(cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    debug.slots("slot_mapping", slot_mapping, cache)
+
+
+def rules_of_gather_kv_cache(
+    cache: torch.Tensor, block_table: torch.Tensor, kv_indptr: torch.Tensor, starts: torch.Tensor | None, capacity: int
+) -> None:
+    debug.gathered(cache, block_table, kv_indptr, starts, capacity)

@@ -22,12 +22,62 @@ import torch
 
 from sparse_attn.cache import check_cache
 from sparse_attn.framework import checks
+from sparse_attn.framework.registration import define_op
 from sparse_attn.layout import KvLayout, LatentFp8Layout, Layout, PlainLayout, PlanarFp8Layout
-from sparse_attn.ops.attention.sparse import op
+from sparse_attn.ops.attention.sparse import dispatch, fake, reference
 from sparse_attn.types import AttentionOutput, Ragged
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEADS = 128
+_PREFILL, _DECODE, _INTO, _MERGE = checks.Guard(), checks.Guard(), checks.Guard(), checks.Guard()
+
+
+def _launchers():
+    from sparse_attn.ops.attention.sparse import launch
+
+    return launch
+
+
+_sparse_attn_prefill = define_op(
+    "sparse_attn_prefill",
+    "(Tensor q, Tensor kv, Tensor indices, Tensor indptr, float scale, int d_v, Tensor? sink, bool batch_invariant,"
+    " str impl) -> (Tensor out, Tensor lse)",
+    fake=fake.sparse_attn_prefill,
+    reference=reference.sparse_attn_prefill,
+    rules=reference.rules_of_sparse_attn_prefill,
+    launch=lambda: _launchers().sparse_attn_prefill,
+    kernels=dispatch.KERNELS,
+)
+_sparse_attn_decode = define_op(
+    "sparse_attn_decode",
+    "(Tensor q, Tensor cache, Tensor indices, Tensor indptr, float scale, str layout, Tensor? extra_cache,"
+    " Tensor? extra_indices, Tensor? extra_indptr, str extra_layout, Tensor? sink, bool batch_invariant, str impl)"
+    " -> (Tensor out, Tensor lse)",
+    fake=fake.sparse_attn_decode,
+    reference=reference.sparse_attn_decode,
+    rules=reference.rules_of_sparse_attn_decode,
+    launch=lambda: _launchers().sparse_attn_decode,
+    kernels=dispatch.KERNELS,
+)
+_sparse_attn_into = define_op(
+    "sparse_attn_into",
+    "(Tensor q, Tensor cache, Tensor indices, Tensor indptr, Tensor? lengths, float scale, str layout,"
+    " Tensor? extra_cache, Tensor? extra_indices, Tensor? extra_indptr, Tensor? extra_lengths, str extra_layout,"
+    " Tensor? sink, bool batch_invariant, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? max_logits, bool inf_lse,"
+    " str impl) -> ()",
+    fake=fake.sparse_attn_into,
+    reference=reference.sparse_attn_into,
+    rules=reference.rules_of_sparse_attn_into,
+    launch=lambda: _launchers().sparse_attn_into,
+)
+_merge_attn_states = define_op(
+    "merge_attn_states",
+    "(Tensor outs, Tensor lses, Tensor? sink, str impl) -> (Tensor out, Tensor lse)",
+    fake=fake.merge_attn_states,
+    reference=reference.merge_attn_states,
+    rules=reference.rules_of_merge_attn_states,
+    launch=lambda: _launchers().merge_attn_states,
+)
 
 
 def sparse_attn_prefill(
@@ -56,19 +106,21 @@ def sparse_attn_prefill(
 
     Returns AttentionOutput(out [tokens, heads, d_v] dtype of q, lse fp32 [tokens, heads]).
     """
-    _check_queries(q, ragged, sink)
-    checks.check_dtype("kv", kv, (q.dtype,))
-    checks.check_rank("kv", kv, 2, 3)
+    if new := _PREFILL.new(q, kv, ragged, scale, d_v, sink, batch_invariant):
+        _check_queries(q, ragged, sink)
+        checks.check_dtype("kv", kv, (q.dtype,))
+        checks.check_rank("kv", kv, 2, 3)
+        shape, meaning = ((None,), "[rows, d_qk of q]") if kv.dim() == 2 else ((None, 1), "[rows, 1, d_qk of q]")
+        checks.check_shape("kv", kv, (*shape, q.shape[2]), meaning)
+        checks.check_unit_stride("kv", kv)
+        checks.check_integer("d_v", d_v)
+        if not 1 <= d_v <= q.shape[2]:
+            raise ValueError(f"d_v: got {d_v}, allowed: 1 to d_qk = {q.shape[2]}")
+        checks.check_same_device(q=q, kv=kv)
+        _PREFILL.passed(new)
     if kv.dim() == 3:
-        checks.check_shape("kv", kv, (None, 1, q.shape[2]), "[rows, 1, d_qk of q]")
         kv = kv.squeeze(1)
-    checks.check_shape("kv", kv, (None, q.shape[2]), "[rows, d_qk of q]")
-    checks.check_unit_stride("kv", kv)
-    checks.check_integer("d_v", d_v)
-    if not 1 <= d_v <= q.shape[2]:
-        raise ValueError(f"d_v: got {d_v}, allowed: 1 to d_qk = {q.shape[2]}")
-    checks.check_same_device(q=q, kv=kv)
-    return AttentionOutput(*op.sparse_attn_prefill(q, kv, *ragged, scale, d_v, sink, batch_invariant, impl))
+    return AttentionOutput(*_sparse_attn_prefill(q, kv, *ragged, scale, d_v, sink, batch_invariant, impl))
 
 
 def sparse_attn_decode(
@@ -101,14 +153,16 @@ def sparse_attn_decode(
 
     Returns AttentionOutput(out [tokens, heads, layout.value_dim] dtype of q, lse fp32 [tokens, heads]).
     """
-    _check_queries(q, ragged, sink)
-    _check_keys(q, cache, layout, "")
-    checks.check_shape("q", q, (None, None, layout.dim), "[tokens, heads, layout.dim]")
-    extra = (None, None, None, "")
-    if not (extra_cache is None and extra_ragged is None and extra_layout is None):
-        extra = _checked_extra(q, layout, extra_cache, extra_ragged, extra_layout)
+    extra = extra_cache, extra_ragged, extra_layout
+    if new := _DECODE.new(q, cache, ragged, scale, layout, extra, sink, batch_invariant):
+        _check_queries(q, ragged, sink)
+        _check_keys(q, cache, layout, "")
+        checks.check_shape("q", q, (None, None, layout.dim), "[tokens, heads, layout.dim]")
+        _check_extra(q, layout, *extra)
+        _DECODE.passed(new)
+    extra = _unpacked(*extra)
     arguments = (q, cache, *ragged, scale, layout.name, *extra, sink, batch_invariant, impl)
-    return AttentionOutput(*op.sparse_attn_decode(*arguments))
+    return AttentionOutput(*_sparse_attn_decode(*arguments))
 
 
 def sparse_attn_into(
@@ -142,29 +196,31 @@ def sparse_attn_into(
     fp32 [tokens, heads] unless it is None: the largest of a row's scores (those that are NaN left out), -inf for a row
     without any. inf_lse: lse of a row without a valid index, or with scores of -inf alone, is +inf, not -inf.
     """
-    _check_queries(q, ragged, sink)
-    if isinstance(cache, torch.Tensor) and cache.dim() == 2 and isinstance(layout, PlainLayout):
-        checks.check_dtype("cache", cache, (layout.dtype,))
-        checks.check_shape("cache", cache, (None, layout.dim), "[rows, layout.dim]")
-        checks.check_unit_stride("cache", cache)
-        checks.check_same_device(q=q, cache=cache)
-    else:
-        _check_keys(q, cache, layout, "")
-    checks.check_shape("q", q, (None, None, layout.dim), "[tokens, heads, layout.dim]")
-    extra = (None, None, None, "")
-    if not (extra_cache is None and extra_ragged is None and extra_layout is None):
-        extra = _checked_extra(q, layout, extra_cache, extra_ragged, extra_layout)
-    elif extra_lengths is not None:
-        raise ValueError("extra_lengths: got a tensor, allowed: None without an extra_cache")
-    _check_lengths("lengths", lengths, q)
-    _check_lengths("extra_lengths", extra_lengths, q)
-    tokens, heads, _ = q.shape
-    _check_written("out", out, (tokens, heads, layout.value_dim), q.dtype, q)
-    _check_written("lse", lse, (tokens, heads), torch.float32, q)
-    if max_logits is not None:
-        _check_written("max_logits", max_logits, (tokens, heads), torch.float32, q)
+    extra, written = (extra_cache, extra_ragged, extra_layout), (out, lse, max_logits)
+    if new := _INTO.new(q, cache, ragged, written, layout, lengths, extra, extra_lengths, sink):
+        _check_queries(q, ragged, sink)
+        if isinstance(cache, torch.Tensor) and cache.dim() == 2 and isinstance(layout, PlainLayout):
+            checks.check_dtype("cache", cache, (layout.dtype,))
+            checks.check_shape("cache", cache, (None, layout.dim), "[rows, layout.dim]")
+            checks.check_unit_stride("cache", cache)
+            checks.check_same_device(q=q, cache=cache)
+        else:
+            _check_keys(q, cache, layout, "")
+        checks.check_shape("q", q, (None, None, layout.dim), "[tokens, heads, layout.dim]")
+        _check_extra(q, layout, *extra)
+        if extra_cache is None and extra_lengths is not None:
+            raise ValueError("extra_lengths: got a tensor, allowed: None without an extra_cache")
+        _check_lengths("lengths", lengths, q)
+        _check_lengths("extra_lengths", extra_lengths, q)
+        tokens, heads, _ = q.shape
+        _check_written("out", out, (tokens, heads, layout.value_dim), q.dtype, q)
+        _check_written("lse", lse, (tokens, heads), torch.float32, q)
+        if max_logits is not None:
+            _check_written("max_logits", max_logits, (tokens, heads), torch.float32, q)
+        _INTO.passed(new)
+    extra = _unpacked(*extra)
     caches = cache, *ragged, lengths, scale, layout.name, *extra[:3], extra_lengths, extra[3]
-    op.sparse_attn_into(q, *caches, sink, batch_invariant, out, lse, max_logits, inf_lse, impl)
+    _sparse_attn_into(q, *caches, sink, batch_invariant, out, lse, max_logits, inf_lse, impl)
 
 
 def merge_attn_states(
@@ -178,16 +234,18 @@ def merge_attn_states(
 
     Returns AttentionOutput(out [tokens, heads, d_v] dtype of outs, lse fp32 [tokens, heads]).
     """
-    checks.check_dtype("outs", outs, FLOATS)
-    checks.check_rank("outs", outs, 4)
-    checks.check_at_least("outs states", outs.shape[0], 1)
-    checks.check_at_least("outs d_v", outs.shape[3], 1)
-    checks.check_unit_stride("outs", outs)
-    checks.check_dtype("lses", lses, (torch.float32,))
-    checks.check_shape("lses", lses, outs.shape[:3], "[states, tokens, heads]")
-    _check_sink(sink, outs.shape[2])
-    checks.check_same_device(outs=outs, lses=lses, sink=sink)
-    return AttentionOutput(*op.merge_attn_states(outs, lses, sink, impl))
+    if new := _MERGE.new(outs, lses, sink):
+        checks.check_dtype("outs", outs, FLOATS)
+        checks.check_rank("outs", outs, 4)
+        checks.check_at_least("outs states", outs.shape[0], 1)
+        checks.check_at_least("outs d_v", outs.shape[3], 1)
+        checks.check_unit_stride("outs", outs)
+        checks.check_dtype("lses", lses, (torch.float32,))
+        checks.check_shape("lses", lses, outs.shape[:3], "[states, tokens, heads]")
+        _check_sink(sink, outs.shape[2])
+        checks.check_same_device(outs=outs, lses=lses, sink=sink)
+        _MERGE.passed(new)
+    return AttentionOutput(*_merge_attn_states(outs, lses, sink, impl))
 
 
 def lse_to_base2(lse: torch.Tensor) -> torch.Tensor:
@@ -247,14 +305,16 @@ def _check_keys(q: torch.Tensor, cache: torch.Tensor, layout: Layout, prefix: st
     checks.check_same_device(**{"q": q, f"{prefix}cache": cache})
 
 
-def _checked_extra(
+def _check_extra(
     q: torch.Tensor,
     layout: KvLayout,
     extra_cache: torch.Tensor | None,
     extra_ragged: Ragged | None,
     extra_layout: KvLayout | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, str]:
-    """(cache, indices, indptr, name of the layout)"""
+) -> None:
+    """All three or none."""
+    if extra_cache is None and extra_ragged is None and extra_layout is None:
+        return
     if extra_cache is None or extra_ragged is None or extra_layout is None:
         given = {"extra_cache": extra_cache, "extra_ragged": extra_ragged, "extra_layout": extra_layout}
         missing = next(name for name, value in given.items() if value is None)
@@ -264,7 +324,13 @@ def _checked_extra(
     if (extra_layout.dim, extra_layout.value_dim) != (layout.dim, layout.value_dim):
         got = f"{extra_layout.name} with dim {extra_layout.dim} and value_dim {extra_layout.value_dim}"
         raise ValueError(f"extra_layout: got {got}, allowed: {layout.dim} and {layout.value_dim} as in {layout.name}")
-    return extra_cache, extra_ragged.indices, extra_ragged.indptr, extra_layout.name
+
+
+def _unpacked(
+    cache: torch.Tensor | None, ragged: Ragged | None, layout: KvLayout | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, str]:
+    """(cache, indices, indptr, name of the layout) of a second cache that was checked."""
+    return (None, None, None, "") if ragged is None or layout is None else (cache, *ragged, layout.name)
 
 
 def _check_sink(sink: torch.Tensor | None, heads: int) -> None:

@@ -8,7 +8,7 @@ from sparse_attn import workspace
 from sparse_attn.framework.debug import warn_of_slow_path
 from sparse_attn.framework.dispatch import Choice
 from sparse_attn.framework.target import target_of
-from sparse_attn.ops.attention.sparse import dispatch, shapes
+from sparse_attn.ops.attention.sparse import dispatch, fake
 from sparse_attn.ops.attention.sparse.dispatch import Plan
 from sparse_attn.ops.attention.sparse.portable.launch import merge
 from sparse_attn.ops.attention.sparse.problem import (
@@ -35,7 +35,7 @@ def sparse_attn_prefill(
     """kernel: see dispatch.choose."""
     rows = kv_rows(kv, d_v, indices, indptr)
     invariant_rows = INVARIANT_PREFILL_ROWS if batch_invariant else None
-    result = shapes.allocate_output(q.shape[0], q.shape[1], d_v, q)
+    result = fake.allocate_output(q.shape[0], q.shape[1], d_v, q)
     _attend("sparse_attn_prefill", Call(q, rows, None, scale, sink, *result), invariant_rows, kernel)
     return result
 
@@ -59,7 +59,7 @@ def sparse_attn_decode(
     caches = cache, indices, indptr, layout, extra_cache, extra_indices, extra_indptr, extra_layout
     keys, extra = kv_caches(*caches)
     invariant_rows = INVARIANT_DECODE_ROWS if batch_invariant else None
-    result = shapes.allocate_output(q.shape[0], q.shape[1], keys.layout.value_dim, q)
+    result = fake.allocate_output(q.shape[0], q.shape[1], keys.layout.value_dim, q)
     _attend("sparse_attn_decode", Call(q, keys, extra, scale, sink, *result), invariant_rows, kernel)
     return result
 
@@ -97,7 +97,7 @@ def merge_attn_states(
     outs: torch.Tensor, lses: torch.Tensor, sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _, tokens, heads, d_v = outs.shape
-    out, lse = shapes.allocate_output(tokens, heads, d_v, outs)
+    out, lse = fake.allocate_output(tokens, heads, d_v, outs)
     merge(outs, lses, sink, out, lse)
     return out, lse
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from sparse_attn.framework import debug
 from sparse_attn.framework.lanes import by_rows
-from sparse_attn.layout import parse_layout
-from sparse_attn.ops.attention.sparse.shapes import value_dim
+from sparse_attn.layout import parse_kv_layout, parse_layout
 
 GATHERED_ELEMENTS = 1 << 24
 
@@ -60,7 +60,7 @@ def sparse_attn_decode(
     keys = [_cached_keys(cache, indices, indptr, layout, q.dtype)]
     if extra_cache is not None and extra_indices is not None and extra_indptr is not None:
         keys.append(_cached_keys(extra_cache, extra_indices, extra_indptr, extra_layout, q.dtype))
-    return (_attend_alone if batch_invariant else _attend)(q, keys, scale, value_dim(layout), sink)[:2]
+    return (_attend_alone if batch_invariant else _attend)(q, keys, scale, parse_kv_layout(layout).value_dim, sink)[:2]
 
 
 def sparse_attn_into(
@@ -88,7 +88,7 @@ def sparse_attn_into(
         extra = extra_cache, extra_indices, extra_indptr, extra_layout
         keys.append(_cached_keys(*extra, q.dtype, extra_lengths))
     attend = _attend_alone if batch_invariant else _attend
-    result, logs, largest = attend(q, keys, scale, value_dim(layout), sink)
+    result, logs, largest = attend(q, keys, scale, parse_kv_layout(layout).value_dim, sink)
     out.copy_(result)
     lse.copy_(torch.where(logs.isneginf(), torch.inf, logs) if inf_lse else logs)
     if max_logits is not None:
@@ -208,3 +208,57 @@ def _gather(keys: Keys, chunk: slice, width: int, d_qk: int) -> tuple[torch.Tens
     rows = torch.zeros(*row.shape, d_qk, dtype=torch.float32, device=row.device)
     rows[valid] = keys.fetch(row[valid])
     return rows, valid
+
+
+# --- what debug mode asks of values
+
+
+def rules_of_sparse_attn_prefill(
+    kv: torch.Tensor, indices: torch.Tensor, indptr: torch.Tensor, sink: torch.Tensor | None
+) -> None:
+    _rows("", indices, indptr, kv.shape[0], "rows of kv")
+    debug.not_nan("sink", sink)
+
+
+def rules_of_sparse_attn_decode(
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    indptr: torch.Tensor,
+    extra_cache: torch.Tensor | None,
+    extra_indices: torch.Tensor | None,
+    extra_indptr: torch.Tensor | None,
+    sink: torch.Tensor | None,
+) -> None:
+    _rows("", indices, indptr, cache.shape[0] * cache.shape[1], "slots of the cache")
+    if extra_cache is not None and extra_indices is not None and extra_indptr is not None:
+        slots = extra_cache.shape[0] * extra_cache.shape[1]
+        _rows("extra_", extra_indices, extra_indptr, slots, "slots of the extra cache")
+    debug.not_nan("sink", sink)
+
+
+def rules_of_sparse_attn_into(
+    indices: torch.Tensor,
+    indptr: torch.Tensor,
+    extra_indices: torch.Tensor | None,
+    extra_indptr: torch.Tensor | None,
+    sink: torch.Tensor | None,
+) -> None:
+    """Indices are free: what lies outside of a cache names no key."""
+    debug.indptr("ragged.indptr", indptr, indices.shape[0], "the capacity of indices")
+    if extra_indices is not None and extra_indptr is not None:
+        debug.indptr("extra_ragged.indptr", extra_indptr, extra_indices.shape[0], "the capacity of indices")
+    debug.not_nan("sink", sink)
+
+
+def rules_of_merge_attn_states(lses: torch.Tensor, sink: torch.Tensor | None) -> None:
+    debug.refuse("lses", lses, lses.isnan() | lses.isposinf(), "numbers, and -inf for a state without keys")
+    debug.not_nan("sink", sink)
+
+
+def _rows(prefix: str, indices: torch.Tensor, indptr: torch.Tensor, count: int, of: str) -> None:
+    """Rows within the indices, and every index that a row has within [0, count) or -1."""
+    debug.indptr(f"{prefix}ragged.indptr", indptr, indices.shape[0], "the capacity of indices")
+    at = torch.arange(indices.shape[0], device=indices.device)
+    row = torch.searchsorted(indptr.long(), at, right=True) - 1
+    live = (row >= 0) & (row < indptr.shape[0] - 1)
+    debug.places(f"{prefix}ragged.indices", torch.where(live, indices, -1), count, of, row)

@@ -13,12 +13,39 @@ import torch.nn.functional as F
 
 from sparse_attn.framework import checks
 from sparse_attn.framework.autocast import no_autocast
-from sparse_attn.ops.layers.hyper_connection import op
+from sparse_attn.framework.registration import define_op
+from sparse_attn.ops.layers.hyper_connection import fake, reference
 from sparse_attn.types import HyperMix
 
 STREAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_STREAMS = 16
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_MIX, _MERGE, _HEAD = checks.Guard(), checks.Guard(), checks.Guard()
+
+
+def _launchers():
+    from sparse_attn.ops.layers.hyper_connection import launch
+
+    return launch
+
+
+_hyper_mix = define_op(
+    "hyper_mix",
+    "(Tensor streams, Tensor raw, Tensor base, Tensor scale, int iterations, float eps, float norm_eps, str impl)"
+    " -> (Tensor collapsed, Tensor post, Tensor comb)",
+    fake=fake.hyper_mix,
+    reference=reference.hyper_mix,
+    rules=reference.rules_of_hyper_mix,
+    launch=lambda: _launchers().hyper_mix,
+)
+_hyper_merge = define_op(
+    "hyper_merge",
+    "(Tensor out, Tensor streams, Tensor post, Tensor comb, str impl) -> Tensor",
+    fake=fake.hyper_merge,
+    reference=reference.hyper_merge,
+    rules=reference.rules_of_hyper_merge,
+    launch=lambda: _launchers().hyper_merge,
+)
 
 
 @no_autocast
@@ -48,12 +75,14 @@ def hyper_mix(
     Returns HyperMix(collapsed [tokens, hidden] = sum_n pre[n] * streams[n] in the dtype of streams, post fp32
     [tokens, N], comb fp32 [tokens, N, N]).
     """
-    count, hidden = _check_streams(streams)
-    mixes = (2 + count) * count
-    _check_weights(streams, fn, base, scale, mixes, count * hidden, 3)
-    checks.check_at_least("iterations", iterations, 1)
+    if new := _MIX.new(streams, fn, base, scale, iterations):
+        count, hidden = _check_streams(streams)
+        mixes = (2 + count) * count
+        _check_weights(streams, fn, base, scale, mixes, count * hidden, 3)
+        checks.check_at_least("iterations", iterations, 1)
+        _MIX.passed(new)
     raw = product(streams.flatten(1).float(), fn)
-    return HyperMix(*op.hyper_mix(streams, raw, base, scale, iterations, eps, norm_eps, impl))
+    return HyperMix(*_hyper_mix(streams, raw, base, scale, iterations, eps, norm_eps, impl))
 
 
 def hyper_merge(
@@ -64,17 +93,19 @@ def hyper_merge(
     out: [tokens, hidden], dtype of streams [tokens, N, hidden]. post: fp32 [tokens, N]. comb: fp32 [tokens, N, N].
     Returns [tokens, N, hidden] in that dtype.
     """
-    count, hidden = _check_streams(streams)
-    tokens = streams.shape[0]
-    checks.check_dtype("out", out, (streams.dtype,))
-    checks.check_shape("out", out, (tokens, hidden), "[tokens, hidden]")
-    checks.check_unit_stride("out", out)
-    checks.check_dtype("post", post, (torch.float32,))
-    checks.check_shape("post", post, (tokens, count), "[tokens, streams]")
-    checks.check_dtype("comb", comb, (torch.float32,))
-    checks.check_shape("comb", comb, (tokens, count, count), "[tokens, streams, streams]")
-    checks.check_same_device(out=out, streams=streams, post=post, comb=comb)
-    return op.hyper_merge(out, streams, post.contiguous(), comb.contiguous(), impl)
+    if new := _MERGE.new(out, streams, post, comb):
+        count, hidden = _check_streams(streams)
+        tokens = streams.shape[0]
+        checks.check_dtype("out", out, (streams.dtype,))
+        checks.check_shape("out", out, (tokens, hidden), "[tokens, hidden]")
+        checks.check_unit_stride("out", out)
+        checks.check_dtype("post", post, (torch.float32,))
+        checks.check_shape("post", post, (tokens, count), "[tokens, streams]")
+        checks.check_dtype("comb", comb, (torch.float32,))
+        checks.check_shape("comb", comb, (tokens, count, count), "[tokens, streams, streams]")
+        checks.check_same_device(out=out, streams=streams, post=post, comb=comb)
+        _MERGE.passed(new)
+    return _hyper_merge(out, streams, post.contiguous(), comb.contiguous(), impl)
 
 
 @no_autocast
@@ -95,12 +126,14 @@ def hyper_head(
     streams: [tokens, N, hidden]. fn: fp32 [N, N * hidden]. base: fp32 [N]. scale: fp32 [1]. Returns [tokens, hidden] in
     the dtype of streams.
     """
-    count, hidden = _check_streams(streams)
-    _check_weights(streams, fn, base, scale, count, count * hidden, 1)
-    unread = (1 + count) * count
+    if new := _HEAD.new(streams, fn, base, scale):
+        count, hidden = _check_streams(streams)
+        _check_weights(streams, fn, base, scale, count, count * hidden, 1)
+        _HEAD.passed(new)
+    unread = (1 + streams.shape[1]) * streams.shape[1]
     raw = F.pad(product(streams.flatten(1).float(), fn), (0, unread))
     base, scale = F.pad(base, (0, unread)), F.pad(scale, (0, 2))
-    return op.hyper_mix(streams, raw, base, scale, 1, eps, norm_eps, impl)[0]
+    return _hyper_mix(streams, raw, base, scale, 1, eps, norm_eps, impl)[0]
 
 
 def _check_streams(streams: torch.Tensor) -> tuple[int, int]:

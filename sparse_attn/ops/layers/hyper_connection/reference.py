@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from sparse_attn.framework import debug
 from sparse_attn.framework.lanes import by_rows
 
 
@@ -51,3 +52,20 @@ def inverse_rms(streams: torch.Tensor, norm_eps: float) -> torch.Tensor:
 
 def collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     return functools.reduce(torch.add, (pre.unsqueeze(2) * streams.float()).unbind(1)).to(streams.dtype)
+
+
+# --- what debug mode asks of values
+
+
+def rules_of_hyper_mix(streams: torch.Tensor, raw: torch.Tensor, base: torch.Tensor, scale: torch.Tensor) -> None:
+    debug.finite("streams", streams)
+    debug.finite("fn times streams", raw)
+    debug.finite("base", base)
+    debug.finite("scale", scale)
+
+
+def rules_of_hyper_merge(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> None:
+    debug.finite("out", out)
+    debug.finite("streams", streams)
+    debug.finite("post", post)
+    debug.finite("comb", comb)

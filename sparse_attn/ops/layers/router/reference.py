@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sparse_attn.framework import debug
 from sparse_attn.framework.lanes import by_rows
 
 NEVER = float("-inf")
@@ -73,3 +74,17 @@ def weigh(
 def descending(values: torch.Tensor) -> torch.Tensor:
     """Indices that sort each row from large to small, the lowest index first among equals (-0.0 equals +0.0)."""
     return (values + 0.0).sort(dim=1, descending=True, stable=True).indices
+
+
+# --- what debug mode asks of values
+
+
+def rules_of_biased_grouped_topk(logits: torch.Tensor, bias: torch.Tensor) -> None:
+    debug.not_nan("logits", logits)
+    debug.not_nan("bias", bias)
+
+
+def rules_of_hash_routed_experts(logits: torch.Tensor, tokens: torch.Tensor, table: torch.Tensor) -> None:
+    debug.places("tokens", tokens, table.shape[0], "rows of table")
+    named = debug.used_by(table, tokens.unsqueeze(1), torch.arange(table.shape[1], device=table.device))
+    debug.places("table", torch.where(named, table, -1), logits.shape[1], "experts")

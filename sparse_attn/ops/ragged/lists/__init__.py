@@ -9,11 +9,70 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.framework import checks
-from sparse_attn.ops.ragged.lists import op
+from sparse_attn.framework.registration import define_op
+from sparse_attn.ops.ragged.lists import fake, reference
 from sparse_attn.ops.ragged.lists.reference import MOST_ROWS
 from sparse_attn.types import Ragged
 
 INDEX_DTYPES = (torch.int32,)
+_DENSE, _GLOBAL, _WINDOW, _ENTRIES, _COMBINED = (
+    checks.Guard(),
+    checks.Guard(),
+    checks.Guard(),
+    checks.Guard(),
+    checks.Guard(),
+)
+
+
+def _launchers():
+    from sparse_attn.ops.ragged.lists import launch
+
+    return launch
+
+
+_build_ragged_indices_from_dense = define_op(
+    "build_ragged_indices_from_dense",
+    "(Tensor indices, Tensor? lengths, Tensor? row_offsets, SymInt num_rows, str impl) -> (Tensor, Tensor)",
+    fake=fake.build_ragged_indices_from_dense,
+    reference=reference.build_ragged_indices_from_dense,
+    rules=reference.rules_of_build_ragged_indices_from_dense,
+    launch=lambda: _launchers().build_ragged_indices_from_dense,
+)
+_compute_global_topk_ragged_indices_and_indptr = define_op(
+    "compute_global_topk_ragged_indices_and_indptr",
+    "(Tensor topk, Tensor request_ids, Tensor block_table, SymInt block_size, str impl) -> (Tensor, Tensor)",
+    fake=fake.compute_global_topk_ragged_indices_and_indptr,
+    reference=reference.compute_global_topk_ragged_indices_and_indptr,
+    rules=reference.rules_of_compute_global_topk_ragged_indices_and_indptr,
+    launch=lambda: _launchers().compute_global_topk_ragged_indices_and_indptr,
+)
+_window_indices = define_op(
+    "window_indices",
+    "(Tensor positions, Tensor request_ids, Tensor block_table, SymInt block_size, int window, str impl)"
+    " -> (Tensor, Tensor)",
+    fake=fake.window_indices,
+    reference=reference.window_indices,
+    rules=reference.rules_of_window_indices,
+    launch=lambda: _launchers().window_indices,
+)
+_entry_indices = define_op(
+    "entry_indices",
+    "(Tensor limits, Tensor request_ids, Tensor block_table, SymInt block_size, SymInt max_entries, str impl)"
+    " -> (Tensor, Tensor)",
+    fake=fake.entry_indices,
+    reference=reference.entry_indices,
+    rules=reference.rules_of_entry_indices,
+    launch=lambda: _launchers().entry_indices,
+)
+_combine_topk_swa_indices_ragged = define_op(
+    "combine_topk_swa_indices_ragged",
+    "(Tensor? topk, Tensor limits, Tensor positions, Tensor entry_offsets, Tensor window_offsets, int window,"
+    " SymInt max_entries, SymInt num_rows, str impl) -> (Tensor, Tensor)",
+    fake=fake.combine_topk_swa_indices_ragged,
+    reference=reference.combine_topk_swa_indices_ragged,
+    rules=reference.rules_of_combine_topk_swa_indices_ragged,
+    launch=lambda: _launchers().combine_topk_swa_indices_ragged,
+)
 
 
 def build_ragged_indices_from_dense(
@@ -33,19 +92,21 @@ def build_ragged_indices_from_dense(
 
     Returns Ragged(indices int32 [tokens * width], indptr int32 [tokens + 1]).
     """
-    checks.check_dtype("indices", indices, INDEX_DTYPES)
-    checks.check_rank("indices", indices, 2)
-    tokens = indices.shape[0]
-    for name, value in (("lengths", lengths), ("row_offsets", row_offsets)):
-        if value is not None:
-            checks.check_dtype(name, value, INDEX_DTYPES)
-            checks.check_shape(name, value, (tokens,), "[tokens]")
-    if num_rows is not None:
-        _check_num_rows(num_rows)
-    checks.check_same_device(indices=indices, lengths=lengths, row_offsets=row_offsets)
-    _check_capacity("indices", indices)
+    if new := _DENSE.new(indices, lengths, num_rows, row_offsets):
+        checks.check_dtype("indices", indices, INDEX_DTYPES)
+        checks.check_rank("indices", indices, 2)
+        tokens = indices.shape[0]
+        for name, value in (("lengths", lengths), ("row_offsets", row_offsets)):
+            if value is not None:
+                checks.check_dtype(name, value, INDEX_DTYPES)
+                checks.check_shape(name, value, (tokens,), "[tokens]")
+        if num_rows is not None:
+            _check_num_rows(num_rows)
+        checks.check_same_device(indices=indices, lengths=lengths, row_offsets=row_offsets)
+        _check_capacity("indices", indices)
+        _DENSE.passed(new)
     limit = MOST_ROWS if num_rows is None else num_rows
-    return Ragged(*op.build_ragged_indices_from_dense(indices, lengths, row_offsets, limit, impl))
+    return Ragged(*_build_ragged_indices_from_dense(indices, lengths, row_offsets, limit, impl))
 
 
 def compute_global_topk_ragged_indices_and_indptr(
@@ -66,14 +127,16 @@ def compute_global_topk_ragged_indices_and_indptr(
     Returns Ragged(slots int32 [tokens * k], indptr int32 [tokens + 1]). Formula: vLLM's
     compute_global_topk_ragged_indices_and_indptr, compacted by mask.
     """
-    checks.check_dtype("topk", topk, INDEX_DTYPES)
-    checks.check_rank("topk", topk, 2)
-    checks.check_dtype("request_ids", request_ids, INDEX_DTYPES)
-    checks.check_shape("request_ids", request_ids, (topk.shape[0],), "[tokens]")
-    _check_table(block_table, block_size)
-    checks.check_same_device(topk=topk, request_ids=request_ids, block_table=block_table)
-    _check_capacity("topk", topk)
-    return Ragged(*op.compute_global_topk_ragged_indices_and_indptr(topk, request_ids, block_table, block_size, impl))
+    if new := _GLOBAL.new(topk, request_ids, block_table, block_size):
+        checks.check_dtype("topk", topk, INDEX_DTYPES)
+        checks.check_rank("topk", topk, 2)
+        checks.check_dtype("request_ids", request_ids, INDEX_DTYPES)
+        checks.check_shape("request_ids", request_ids, (topk.shape[0],), "[tokens]")
+        _check_table(block_table, block_size)
+        checks.check_same_device(topk=topk, request_ids=request_ids, block_table=block_table)
+        _check_capacity("topk", topk)
+        _GLOBAL.passed(new)
+    return Ragged(*_compute_global_topk_ragged_indices_and_indptr(topk, request_ids, block_table, block_size, impl))
 
 
 def window_indices(
@@ -94,12 +157,14 @@ def window_indices(
 
     Returns Ragged(slots int32 [tokens * window], indptr int32 [tokens + 1]).
     """
-    _check_rows(positions=positions, request_ids=request_ids)
-    _check_table(block_table, block_size)
-    checks.check_at_least("window", window, 1)
-    checks.check_same_device(positions=positions, request_ids=request_ids, block_table=block_table)
-    checks.check_room("window", positions.shape[0], window)
-    return Ragged(*op.window_indices(positions, request_ids, block_table, block_size, window, impl))
+    if new := _WINDOW.new(positions, request_ids, block_table, block_size, window):
+        _check_rows(positions=positions, request_ids=request_ids)
+        _check_table(block_table, block_size)
+        checks.check_at_least("window", window, 1)
+        checks.check_same_device(positions=positions, request_ids=request_ids, block_table=block_table)
+        checks.check_room("window", positions.shape[0], window)
+        _WINDOW.passed(new)
+    return Ragged(*_window_indices(positions, request_ids, block_table, block_size, window, impl))
 
 
 def entry_indices(
@@ -119,12 +184,14 @@ def entry_indices(
 
     Returns Ragged(slots int32 [tokens * max_entries], indptr int32 [tokens + 1]).
     """
-    _check_rows(limits=limits, request_ids=request_ids)
-    _check_table(block_table, block_size)
-    checks.check_at_least("max_entries", max_entries, 0)
-    checks.check_same_device(limits=limits, request_ids=request_ids, block_table=block_table)
-    checks.check_room("max_entries", limits.shape[0], max_entries)
-    return Ragged(*op.entry_indices(limits, request_ids, block_table, block_size, max_entries, impl))
+    if new := _ENTRIES.new(limits, request_ids, block_table, block_size, max_entries):
+        _check_rows(limits=limits, request_ids=request_ids)
+        _check_table(block_table, block_size)
+        checks.check_at_least("max_entries", max_entries, 0)
+        checks.check_same_device(limits=limits, request_ids=request_ids, block_table=block_table)
+        checks.check_room("max_entries", limits.shape[0], max_entries)
+        _ENTRIES.passed(new)
+    return Ragged(*_entry_indices(limits, request_ids, block_table, block_size, max_entries, impl))
 
 
 def combine_topk_swa_indices_ragged(
@@ -150,20 +217,22 @@ def combine_topk_swa_indices_ragged(
     Returns Ragged(rows int32 [tokens * (k or max_entries, + window)], indptr int32 [tokens + 1]). Formula: vLLM 0.25's
     combine_topk_swa with entry_offsets = M * b and window_offsets = M * b + N - gather_start, compacted by mask.
     """
-    _check_rows(positions=positions, limits=limits, entry_offsets=entry_offsets, window_offsets=window_offsets)
-    if topk is not None:
-        checks.check_dtype("topk", topk, INDEX_DTYPES)
-        checks.check_shape("topk", topk, (positions.shape[0], None), "[tokens, k]")
-    checks.check_at_least("window", window, 1)
-    checks.check_at_least("max_entries", max_entries, 0)
-    _check_num_rows(num_rows)
-    checks.check_same_device(
-        positions=positions, topk=topk, limits=limits, entry_offsets=entry_offsets, window_offsets=window_offsets
-    )
-    width = max_entries if topk is None else topk.shape[1]
-    checks.check_room("window", positions.shape[0], width + window)
+    if new := _COMBINED.new(topk, limits, positions, entry_offsets, window_offsets, window, max_entries, num_rows):
+        _check_rows(positions=positions, limits=limits, entry_offsets=entry_offsets, window_offsets=window_offsets)
+        if topk is not None:
+            checks.check_dtype("topk", topk, INDEX_DTYPES)
+            checks.check_shape("topk", topk, (positions.shape[0], None), "[tokens, k]")
+        checks.check_at_least("window", window, 1)
+        checks.check_at_least("max_entries", max_entries, 0)
+        _check_num_rows(num_rows)
+        checks.check_same_device(
+            positions=positions, topk=topk, limits=limits, entry_offsets=entry_offsets, window_offsets=window_offsets
+        )
+        width = max_entries if topk is None else topk.shape[1]
+        checks.check_room("window", positions.shape[0], width + window)
+        _COMBINED.passed(new)
     return Ragged(
-        *op.combine_topk_swa_indices_ragged(
+        *_combine_topk_swa_indices_ragged(
             topk, limits, positions, entry_offsets, window_offsets, window, max_entries, num_rows, impl
         )
     )

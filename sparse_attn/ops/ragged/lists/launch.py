@@ -9,7 +9,7 @@ import torch
 from sparse_attn import workspace
 from sparse_attn.device import pdl
 from sparse_attn.framework.target import target_of
-from sparse_attn.ops.ragged.lists import config, kernels, shapes
+from sparse_attn.ops.ragged.lists import config, fake, kernels
 
 
 def build_ragged_indices_from_dense(
@@ -68,7 +68,7 @@ def combine_topk_swa_indices_ragged(
 def _pack(who: str, rows: torch.Tensor, width: int, window: int, **entries: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """One output row for each row of ``rows``: at most ``width`` entries, then a window of positions."""
     tokens = rows.shape[0]
-    indices, indptr = shapes.allocate_ragged(rows, width + window)
+    indices, indptr = fake.allocate_ragged(rows, width + window)
     table = entries.get("block_table")
     if tokens == 0 or width + window == 0 or (table is not None and table.numel() == 0):
         return indices.fill_(-1), indptr.zero_()

@@ -6,11 +6,41 @@ import torch
 
 from sparse_attn.framework import checks
 from sparse_attn.framework.debug import look
+from sparse_attn.framework.registration import define_op
 from sparse_attn.framework.target import IMPLEMENTATIONS
 from sparse_attn.framework.torch_private import mark_sizes
-from sparse_attn.ops.ragged.step_plans import debug, op
+from sparse_attn.ops.ragged.step_plans import fake, reference
 from sparse_attn.ops.ragged.step_plans.reference import window_plan
 from sparse_attn.types import CompressedPlan, StepPlan, WindowPlan
+
+_STEP = checks.Guard()
+
+
+def _launchers():
+    from sparse_attn.ops.ragged.step_plans import launch
+
+    return launch
+
+
+_step_plan = define_op(
+    "step_plan",
+    "(Tensor query_start_loc, Tensor seq_lens, Tensor slot_mapping, SymInt num_decodes, SymInt next_n, str impl)"
+    " -> (Tensor request_ids, Tensor positions, Tensor limits, Tensor slots, Tensor kv_indptr, Tensor kv_start, "
+    "Tensor kv_end)",
+    fake=fake.step_plan,
+    reference=reference.step_plan,
+    rules=reference.rules_of_step_plan,
+    launch=lambda: _launchers().step_plan,
+)
+_compressed_plan = define_op(
+    "compressed_plan",
+    "(Tensor request_ids, Tensor positions, Tensor block_table, Tensor kv_indptr, SymInt decode_rows, int ratio,"
+    " SymInt block_size, str impl) -> (Tensor limits, Tensor slots, Tensor kv_indptr, Tensor kv_start, Tensor kv_end)",
+    fake=fake.compressed_plan,
+    reference=reference.compressed_plan,
+    rules=reference.rules_of_compressed_plan,
+    launch=lambda: _launchers().compressed_plan,
+)
 
 
 def build_step_plan(
@@ -42,33 +72,37 @@ def build_step_plan(
 
     Returns a StepPlan; see its docstring for shapes.
     """
-    for name, value in (("query_start_loc", query_start_loc), ("seq_lens", seq_lens), ("block_table", block_table)):
-        checks.check_dtype(name, value, (torch.int32,))
-    checks.check_dtype("slot_mapping", slot_mapping, (torch.int64,))
-    checks.check_rank("seq_lens", seq_lens, 1)
-    requests = seq_lens.shape[0]
-    checks.check_bounds("query_start_loc", query_start_loc, requests, "[requests + 1]")
-    checks.check_shape("block_table", block_table, (requests, None), "[requests, max_blocks]")
-    checks.check_rank("slot_mapping", slot_mapping, 1)
-    checks.check_at_least("num_decodes", num_decodes, 0)
-    checks.check_at_least("next_n", next_n, 1)
-    checks.check_at_least("kv_capacity", kv_capacity, 0)
-    checks.check_at_least("max_context", max_context, 0)
-    if num_decodes > requests:
-        raise ValueError(f"num_decodes: got {num_decodes}, allowed: at most the {requests} requests of seq_lens")
-    if num_decodes * next_n > slot_mapping.shape[0]:
-        raise ValueError(
-            f"slot_mapping: got {slot_mapping.shape[0]} rows, "
-            f"allowed: at least num_decodes * next_n = {num_decodes * next_n}"
+    if new := _STEP.new(
+        query_start_loc, seq_lens, block_table, slot_mapping, max_context, num_decodes, next_n, kv_capacity
+    ):
+        for name, value in (("query_start_loc", query_start_loc), ("seq_lens", seq_lens), ("block_table", block_table)):
+            checks.check_dtype(name, value, (torch.int32,))
+        checks.check_dtype("slot_mapping", slot_mapping, (torch.int64,))
+        checks.check_rank("seq_lens", seq_lens, 1)
+        requests = seq_lens.shape[0]
+        checks.check_bounds("query_start_loc", query_start_loc, requests, "[requests + 1]")
+        checks.check_shape("block_table", block_table, (requests, None), "[requests, max_blocks]")
+        checks.check_rank("slot_mapping", slot_mapping, 1)
+        checks.check_at_least("num_decodes", num_decodes, 0)
+        checks.check_at_least("next_n", next_n, 1)
+        checks.check_at_least("kv_capacity", kv_capacity, 0)
+        checks.check_at_least("max_context", max_context, 0)
+        if num_decodes > requests:
+            raise ValueError(f"num_decodes: got {num_decodes}, allowed: at most the {requests} requests of seq_lens")
+        if num_decodes * next_n > slot_mapping.shape[0]:
+            raise ValueError(
+                f"slot_mapping: got {slot_mapping.shape[0]} rows, "
+                f"allowed: at least num_decodes * next_n = {num_decodes * next_n}"
+            )
+        checks.check_same_device(
+            query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table, slot_mapping=slot_mapping
         )
-    checks.check_same_device(
-        query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table, slot_mapping=slot_mapping
-    )
+        _STEP.passed(new)
     values = query_start_loc, seq_lens, slot_mapping, num_decodes, next_n
-    look("step_plan", debug.step_plan, *values, always_on_host=True)
-    request_ids, positions, limits, slots, kv_indptr, kv_start, kv_end = op.step_plan(*values, impl)
+    look("step_plan", reference.rules_of_step_plan, *values, always_on_host=True)
+    request_ids, positions, limits, slots, kv_indptr, kv_start, kv_end = _step_plan(*values, impl)
     found = seq_lens, request_ids, limits, kv_indptr
-    look("build_step_plan", debug.build_step_plan, *found, max_context, kv_capacity, always_on_host=True)
+    look("build_step_plan", reference.rules_of_build_step_plan, *found, max_context, kv_capacity, always_on_host=True)
     context_lens = limits[: num_decodes * next_n].view(num_decodes, next_n)
     for value in (request_ids, positions, limits, slots, kv_indptr, kv_start, kv_end):
         mark_sizes(value, dynamic=(0,))
@@ -103,7 +137,7 @@ def build_compressed_plan(plan: StepPlan, *, ratio: int, block_size: int, impl: 
     checks.check_at_least("block_size", block_size, 1)
     num_decodes, next_n = plan.context_lens.shape
     decode_rows = num_decodes * next_n
-    limits, slots, kv_indptr, kv_start, kv_end = op.compressed_plan(
+    limits, slots, kv_indptr, kv_start, kv_end = _compressed_plan(
         plan.request_ids, plan.positions, plan.block_table, plan.kv_indptr, decode_rows, ratio, block_size, impl
     )
     return CompressedPlan(
@@ -131,7 +165,7 @@ def build_window_plan(plan: StepPlan, *, window: int, impl: str = "auto") -> Win
     num_decodes, next_n = plan.context_lens.shape
     rows = num_decodes * next_n
     values = plan.request_ids[rows:], plan.positions[rows:], plan.kv_indptr, num_decodes
-    look("window_plan", debug.window_plan, *values, always_on_host=True)
+    look("window_plan", reference.rules_of_window_plan, *values, always_on_host=True)
     requests = plan.block_table.shape[0] - num_decodes
     kv_indptr, starts, offsets = window_plan(
         plan.request_ids[rows:], plan.positions[rows:], plan.kv_indptr, requests, num_decodes, window

@@ -7,17 +7,18 @@ import triton
 
 from sparse_attn.device import pdl
 from sparse_attn.framework.target import target_of
-from sparse_attn.ops.ragged.step_plans import config, kernels, shapes
+from sparse_attn.ops.ragged.step_plans import fake, kernels
+
+BLOCKS = {"BLOCK_T": 64, "BLOCK_R": 64, "num_warps": 4}  # token rows and requests of a program
 
 
 def step_plan(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, slot_mapping: torch.Tensor, num_decodes: int, next_n: int
 ) -> tuple[torch.Tensor, ...]:
-    plan = shapes.allocate_plan(seq_lens, slot_mapping, num_decodes, next_n)
+    plan = fake.allocate_plan(seq_lens, slot_mapping, num_decodes, next_n)
     target = target_of(slot_mapping.device)
-    launch = config.config(target)
     tokens = slot_mapping.shape[0]
-    kernels.plan_rows[(max(1, triton.cdiv(tokens, launch.block_tokens)),)](
+    kernels.plan_rows[(max(1, triton.cdiv(tokens, BLOCKS["BLOCK_T"])),)](
         query_start_loc,
         seq_lens,
         slot_mapping,
@@ -29,9 +30,7 @@ def step_plan(
         query_start_loc.stride(0),
         seq_lens.stride(0),
         slot_mapping.stride(0),
-        BLOCK_T=launch.block_tokens,
-        BLOCK_R=launch.block_requests,
-        num_warps=launch.num_warps,
+        **BLOCKS,
         **pdl.launched(target),
     )
     return plan
@@ -46,11 +45,10 @@ def compressed_plan(
     ratio: int,
     block_size: int,
 ) -> tuple[torch.Tensor, ...]:
-    plan = shapes.allocate_compressed(positions, kv_indptr, decode_rows)
+    plan = fake.allocate_compressed(positions, kv_indptr, decode_rows)
     target = target_of(positions.device)
-    launch = config.config(target)
     tokens, prefills = positions.shape[0], kv_indptr.shape[0] - 1
-    kernels.compressed_rows[(max(1, triton.cdiv(tokens, launch.block_tokens)),)](
+    kernels.compressed_rows[(max(1, triton.cdiv(tokens, BLOCKS["BLOCK_T"])),)](
         request_ids,
         positions,
         block_table,
@@ -67,9 +65,7 @@ def compressed_plan(
         kv_indptr.stride(0),
         RATIO=ratio,
         BLOCK_SIZE=block_size,
-        BLOCK_T=launch.block_tokens,
-        BLOCK_R=launch.block_requests,
-        num_warps=launch.num_warps,
+        **BLOCKS,
         **pdl.launched(target),
     )
     return plan
