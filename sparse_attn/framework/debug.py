@@ -2,9 +2,9 @@
 
 Readers treat a wild index as none. In debug mode it is a ValueError that names op, argument, place and value. Padding
 stays legal: -1 for an index, a request, a position, a slot or a block, and a length <= 0. An op's rules are a function
-of its package's debug.py. They take the op's arguments without ``impl``, and are made of the helpers below. A check
-waits for the device, so a call that is being captured is not checked. Plans whose tensors all lie on the host are
-checked without debug mode, too.
+of its package's reference.py. They take those of the op's arguments that they name, and are made of the helpers below.
+A check waits for the device, so a call that is being captured is not checked. Plans whose tensors all lie on the host
+are checked without debug mode, too.
 
 A call that no kernel made for this GPU takes runs on a slower one that every GPU has. Debug mode warns of it, once for
 each op and reason: launchers hand their choice to ``warn_of_slow_path``.
