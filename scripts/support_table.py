@@ -145,7 +145,7 @@ def table() -> str:
     one, none = [], []
     for name in ops.packages():
         if not any(f"`{name}`" in package for package in TABLES):
-            (one if (Path(ops.__path__[0], *name.split(".")) / "op.py").exists() else none).append(f"`{name}`")
+            (one if (Path(ops.__path__[0], *name.split(".")) / "launch.py").exists() else none).append(f"`{name}`")
     lines.append(f"| {', '.join(one)} | one each | NVIDIA, AMD | everything |")
     lines.append(f"| {', '.join(none)} | PyTorch | NVIDIA, AMD | everything |")
     return "\n".join(lines)
