@@ -38,9 +38,9 @@ from sparse_attn.ops.layers.experts.plan import problem_of as routed_problem_of
 from sparse_attn.ops.layers.linears import dispatch as products
 from sparse_attn.ops.layers.linears import grouped_linear
 from sparse_attn.ops.layers.linears.plan import problem_of
+from sparse_attn.ops.ragged.lists import config as ragged
 from sparse_attn.ops.topk.fused import config as fused
 from sparse_attn.ops.topk.fused import index_topk_decode, index_topk_decode_slots, index_topk_prefill
-from sparse_attn.ops.topk.fused.shapes import rows_at_once
 from sparse_attn.ops.topk.select import dispatch as selection
 from sparse_attn.ops.topk.select import top_k_per_row
 from sparse_attn.workspace import Buffer, Scratch, size_of
@@ -286,60 +286,53 @@ def _top_k_per_row(logits, row_starts, row_ends, k) -> Question:
     )
 
 
-def _index_topk_prefill(q, weights, k, k_scale, kv_start, kv_end, top_k, flavour, logits_bytes) -> Question:
-    rows, width = q.shape[0], k.shape[0]
-    step = rows_at_once(rows, width, logits_bytes)
-    scores = _mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour)
+def _index_topk_prefill(*arguments) -> Question:
+    call = fused.Prefill(*arguments)
+    scores = _mqa_logits(call.q, call.k, call.k_scale, call.weights, call.kv_start, call.kv_end, call.flavour)
     if scores.problem is None:
         return scores._replace(kernels=selection.KERNELS)
-    of_scores = scores.problem._replace(rows=step)
-    return Question(
-        selection.KERNELS,
-        selection.choose,
-        fused.prefill_problem(step, width, top_k),
-        roofline.selected_scores(
-            _query_shape(q, scores.problem),
-            rows * width,
-            _key_bytes(k, k_scale),
-            rows * top_k,
-            _value_bytes(q, scores.problem),
-        ),
-        scratch=lambda plan, target: fused.scratch_of(
-            step, width, plan, scoring.choose_prefill(of_scores, target).plan.scratch
-        ),
-        facts=lambda plan: {"ctas": plan.ctas(step), "rows_at_once": step},
-        scores=scores._replace(problem=of_scores),
-    )
-
-
-def _index_topk_decode(
-    q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes, slots: bool = False
-) -> Question:
-    rows, next_n, width = context_lens.numel(), q.shape[1], max_context_len
-    scores = _paged_mqa_logits(q, cache, weights, context_lens, block_table, max_context_len, layout)
-    if scores.problem is None:
-        return scores._replace(kernels=selection.KERNELS)
-    step = rows_at_once(rows, width, logits_bytes, next_n)
+    problem = fused.prefill_problem(call)
 
     def scratch(plan: Any, target: Target) -> Scratch:
-        if slots:
-            return fused.slots_scratch_of(step, width, plan, rows, target)
-        return fused.scratch_of(step, width, plan)
+        scored = scoring.choose_prefill(problem.scoring, target).plan.scratch
+        return fused.scratch_of(problem.step, problem.width, plan, scored)
 
+    return _scored_and_selected(call, problem, scores, _key_bytes(call.k, call.k_scale), scratch)
+
+
+def _index_topk_decode(*arguments, slots: bool = False) -> Question:
+    call = fused.Decode(*arguments)
+    q, weights, cache, context_lens, block_table, _, width, layout, _ = call
+    scores = _paged_mqa_logits(q, cache, weights, context_lens, block_table, width, layout)
+    if scores.problem is None:
+        return scores._replace(kernels=selection.KERNELS)
+    problem = fused.decode_problem(call)
+
+    def scratch(plan: Any, target: Target) -> Scratch:
+        packing = ragged.scratch(problem.rows, target) if slots else Scratch()
+        return fused.scratch_of(problem.step, problem.width, plan, packing=packing)
+
+    return _scored_and_selected(call, problem, scores, _cached_bytes(q, cache, width), scratch)
+
+
+def _scored_and_selected(
+    call: fused.Prefill | fused.Decode,
+    problem: fused.Problem,
+    scores: Question,
+    read: int,
+    scratch: Callable[[Any, Target], Scratch],
+) -> Question:
+    """read: bytes of keys."""
+    q, scored = call.q, problem.scoring
+    pairs, columns = problem.rows * problem.width, problem.rows * call.top_k
     return Question(
         selection.KERNELS,
         selection.choose,
-        fused.decode_problem(step, width, top_k),
-        roofline.selected_scores(
-            _query_shape(q, scores.problem),
-            rows * width,
-            _cached_bytes(q, cache, width),
-            rows * top_k,
-            _value_bytes(q, scores.problem),
-        ),
-        scratch=scratch,
-        facts=lambda plan: {"ctas": plan.ctas(step), "rows_at_once": step},
-        scores=scores._replace(problem=scores.problem._replace(requests=step // next_n)),
+        problem.selecting,
+        roofline.selected_scores(_query_shape(q, scored), pairs, read, columns, _value_bytes(q, scored)),
+        scratch,
+        lambda plan: {"ctas": plan.ctas(problem.step), "rows_at_once": problem.step},
+        scores._replace(problem=scored),
     )
 
 

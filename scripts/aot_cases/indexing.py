@@ -11,8 +11,8 @@ from sparse_attn.ops.indexer.keys import launch as index_cache
 from sparse_attn.ops.indexer.queries import launch as index_query
 from sparse_attn.ops.indexer.scores import launch as index_logits
 from sparse_attn.ops.topk.fused import launch as index_topk
+from sparse_attn.ops.topk.ranks import fake
 from sparse_attn.ops.topk.ranks import launch as rank_topk
-from sparse_attn.ops.topk.ranks import shapes
 from sparse_attn.ops.topk.select import launch as topk
 
 FN, FNUZ, MXFP4 = IndexFp8Layout(128), IndexFp8Layout(128, "e4m3fnuz"), IndexMxfp4Layout(128)
@@ -213,7 +213,7 @@ def _ranks() -> Iterator[Case]:
             rows != 64,
         )
         for ranks, k in ((4, 2048), (8, 2048), (8, 512), (3, 100)):
-            columns, words = integers(rows, k), k + shapes.count_words(width, block_size)
+            columns, words = integers(rows, k), k + fake.count_words(width, block_size)
             if ranks != 8:
                 yield Case(
                     "pack_candidates", f"{k} of {size}", rank_topk.pack_candidates,

@@ -33,7 +33,7 @@ from sparse_attn.framework.target import target_of
 from sparse_attn.generation.processes import make_mesh
 from sparse_attn.mesh import ONE_RANK, Mesh, Ranks, planned_mesh
 from sparse_attn.models.exchange import step_bytes
-from sparse_attn.ops.topk.ranks.shapes import BITS
+from sparse_attn.ops.topk.ranks.fake import BITS
 from sparse_attn.ops.topk.select import top_k_per_row
 from sparse_attn.pipeline import cache_layouts, default_block_size
 from sparse_attn.pipeline import select as choose

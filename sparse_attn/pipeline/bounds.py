@@ -21,7 +21,7 @@ from sparse_attn.ops.layers.linears import ACTIVATIONS
 from sparse_attn.ops.ragged.lists import config as ragged_config
 from sparse_attn.ops.topk.fused import LOGITS_BYTES
 from sparse_attn.ops.topk.fused import config as index_topk_config
-from sparse_attn.ops.topk.fused.shapes import ROW_ALIGNMENT
+from sparse_attn.ops.topk.fused.fake import ROW_ALIGNMENT
 from sparse_attn.ops.topk.select import dispatch as selection
 from sparse_attn.ops.topk.select.plan import Problem as SelectionProblem
 from sparse_attn.pipeline.layouts import CacheLayouts, cache_layouts

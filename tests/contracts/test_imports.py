@@ -33,9 +33,9 @@ FLOORS = {
 }  # fmt: skip
 # What a file of an operator package is follows from where it lies. At the top: the contract (__init__), what kernels
 # and references may know of it (BASE), one file of kernels where one is enough, launchers, and other host code (op,
-# fake, dispatch, plan, config, ...). In a folder (portable, hopper, algorithms, primitives, ...): kernels, but for
+# dispatch, plan, config, ...). In a folder (portable, hopper, algorithms, primitives, ...): kernels, but for
 # launch.py and config.py.
-BASE = ("shapes", "reference", "debug")
+BASE = ("fake", "shapes", "reference", "debug")
 KINDS = {"base": 1.5, "kernel": 1.5, "host": 2, "launch": 2, "contract": 3}  # floors
 # Files that have no folder yet: they leave this table with it.
 UNSORTED = {
@@ -375,7 +375,7 @@ def test_no_test_imports_another_test():
 def test_what_a_file_is_follows_from_where_it_lies():
     """A new architecture's files need no entry anywhere."""
     for file, expected in (
-        ("", "contract"), ("op", "host"), ("fake", "host"), ("dispatch", "host"), ("plan", "host"), ("launch", "launch"),
+        ("", "contract"), ("op", "host"), ("fake", "base"), ("dispatch", "host"), ("plan", "host"), ("launch", "launch"),
         ("shapes", "base"), ("kernels", "kernel"), ("blackwell.launch", "launch"), ("blackwell.config", "host"),
         ("blackwell.prefill", "kernel"), ("primitives.histogram", "kernel"),
     ):  # fmt: skip

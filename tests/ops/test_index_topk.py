@@ -16,12 +16,12 @@ from sparse_attn.ops.indexer import scores
 from sparse_attn.ops.topk.fused import (
     DECODE_LOGITS_BYTES,
     config,
+    fake,
     index_topk_decode,
     index_topk_decode_slots,
     index_topk_prefill,
-    shapes,
 )
-from sparse_attn.ops.topk.select import top_k_per_row
+from sparse_attn.ops.topk.select import dispatch, top_k_per_row
 from sparse_attn.ops.topk.select.plan import THRESHOLDS, Bound, Sampled
 from sparse_attn.testing.ops import opcheck, schema
 
@@ -94,11 +94,11 @@ def test_zero_sizes():
 
 
 def test_budget():
-    assert shapes.rows_at_once(100, 64, 256 * 7) == 7
-    assert shapes.rows_at_once(100, 65, 512 * 7 + 511) == 7
-    assert shapes.rows_at_once(100, 64, 0) == 1
-    assert shapes.rows_at_once(100, 64, 256 * 7, group=2) == 6
-    assert shapes.rows_at_once(4, 64, 1 << 30, group=2) == 4
+    assert fake.rows_at_once(100, 64, 256 * 7) == 7
+    assert fake.rows_at_once(100, 65, 512 * 7 + 511) == 7
+    assert fake.rows_at_once(100, 64, 0) == 1
+    assert fake.rows_at_once(100, 64, 256 * 7, group=2) == 6
+    assert fake.rows_at_once(4, 64, 1 << 30, group=2) == 4
     for rows, width in ((4096, 131072), (64, 131072), (1, 5000)):
         size = workspace.size_of(config.scratch(rows, width, 2048, 512 << 20, H200))
         assert size.nbytes <= (512 << 20) + (16 << 20)
@@ -199,7 +199,7 @@ def test_prefill_kernel(flavour, device, dirty_workspace):
 
     case = to(device, prefill_case(5, 70, flavour))
     want = top_k_per_row(full_logits(case, flavour=flavour, impl="triton").cpu(), 9, case[4].cpu(), case[5].cpu())
-    step = shapes.rows_at_once(5, 70, 1024)
+    step = fake.rows_at_once(5, 70, 1024)
     assert step == 2
     for kernel in kernels(step):
         got = launch.index_topk_prefill(*case, 9, flavour, 1024, kernel)
@@ -214,7 +214,7 @@ def test_decode_kernel(layout, device, dirty_workspace):
     layout = LAYOUTS[layout]
     case = to(device, decode_case(layout, 3, 2, 70))
     want = top_k_per_row(full_logits(case, layout, 70, impl="triton").cpu(), 9, row_ends=case[3].cpu().reshape(-1))
-    step = shapes.rows_at_once(6, 70, 2048, 2)
+    step = fake.rows_at_once(6, 70, 2048, 2)
     assert step == 4
     for kernel in kernels(step):
         got = launch.index_topk_decode(*case, 9, 70, layout.name, 2048, kernel)
@@ -254,9 +254,11 @@ def test_grouped_decode_takes_as_much_as_is_planned():
 
 @pytest.mark.parametrize("top_k", [512, 1024, 2048, 4096])
 def test_a_decode_selection_takes_less_than_half_of_its_logits(top_k):
-    step = shapes.rows_at_once(128, 163840, DECODE_LOGITS_BYTES)
+    step = fake.rows_at_once(128, 163840, DECODE_LOGITS_BYTES)
     scratches = (
-        config.scratch_of(step, 163840, config.choose_decode(step, 163840, top_k, H200).plan),
+        config.scratch_of(
+            step, 163840, dispatch.choose(config.selecting(step, 163840, top_k, group_maxima=True), H200).plan
+        ),
         config.slots_scratch(128, 163840, top_k, DECODE_LOGITS_BYTES, H200),
     )
     for scratch in scratches:

@@ -14,7 +14,7 @@ from sparse_attn import top_k_per_row
 from sparse_attn.device import pdl
 from sparse_attn.framework.target import target_of
 from sparse_attn.mesh import ALONE, Ranks
-from sparse_attn.ops.topk.ranks import config, count_digits, count_ties, merge_candidates, pack_candidates, take_winners
+from sparse_attn.ops.topk.ranks import count_digits, count_ties, launch, merge_candidates, pack_candidates, take_winners
 from sparse_attn.pipeline.parallel.ranks import (
     RowScores,
     exchanged_bytes,
@@ -32,15 +32,15 @@ from sparse_attn.testing.ops import opcheck
 def test_winners_of_all_ranks_are_those_of_one(form, device, monkeypatch):
     """Kernels of all ranks' steps in one process, summed and stacked by hand."""
     if "split" in form:
-        small = config.Tile(8, 1)
+        small = launch.Tile(8, 1)
         for name, value in dict(
-            CTAS_AN_SM=64, WHOLE=8, CHUNK=32, DIGITS=config.Tile(256, 8), FEW=small, MANY=small
+            CTAS_AN_SM=64, WHOLE=8, CHUNK=32, DIGITS=launch.Tile(256, 8), FEW=small, MANY=small
         ).items():
-            monkeypatch.setattr(config, name, value)
+            monkeypatch.setattr(launch, name, value)
     if form == "many tiles":
-        few, more, small = config.Tile(256, 8), config.Tile(512, 8), config.Tile(64, 1)
+        few, more, small = launch.Tile(256, 8), launch.Tile(512, 8), launch.Tile(64, 1)
         for name, value in dict(CTAS_AN_SM=1, CHUNK=8, DIGITS=few, WHOLE_DIGITS=more, FEW=small, MANY=small).items():
-            monkeypatch.setattr(config, name, value)
+            monkeypatch.setattr(launch, name, value)
     for case in CASES if big(device) else CASES[:1]:
         logits, limits = whole_rows(case)
         want = top_k_per_row(logits, case.k, None, limits, impl="reference")
@@ -144,8 +144,8 @@ def test_the_reference_merges_candidates_to_the_bit(case, start):
 @pytest.mark.parametrize("form", ("whole chunks", "small chunks"))
 def test_kernels_merge_candidates_to_the_bit(form, device, monkeypatch):
     if form == "small chunks":
-        monkeypatch.setattr(config, "MERGED_BLOCKS", 8)
-        monkeypatch.setattr(config, "CHUNK", 8)
+        monkeypatch.setattr(launch, "MERGED_BLOCKS", 8)
+        monkeypatch.setattr(launch, "CHUNK", 8)
     for case in MERGED:
         logits, limits = whole_rows(case)
         for start in (0, 5) if form == "whole chunks" else (0,):

@@ -25,8 +25,8 @@ from support.topk import (
 from sparse_attn import workspace
 from sparse_attn.framework.target import H200
 from sparse_attn.ops.topk.select import dispatch, reference
+from sparse_attn.ops.topk.select.fake import GROUP
 from sparse_attn.ops.topk.select.plan import GroupMaxima, Problem
-from sparse_attn.ops.topk.select.shapes import GROUP
 from sparse_attn.workspace import size_of
 
 DIRT = 12345

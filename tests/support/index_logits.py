@@ -8,7 +8,7 @@ from support.extremes import INF, NAN
 
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout
 from sparse_attn.ops.indexer.scores import dispatch
-from sparse_attn.ops.topk.select.shapes import GROUP
+from sparse_attn.ops.topk.select.fake import GROUP
 
 U8, I32 = torch.uint8, torch.int32
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

@@ -10,6 +10,7 @@ from support.extremes import INF, INT_MAX, INT_MIN, NAN
 
 from sparse_attn.framework.dispatch import Choice, find
 from sparse_attn.ops.topk.select import dispatch
+from sparse_attn.ops.topk.select.fake import GROUP
 from sparse_attn.ops.topk.select.plan import (
     THRESHOLDS,
     Appended,
@@ -23,7 +24,6 @@ from sparse_attn.ops.topk.select.plan import (
     SingleCtaBf16,
     Streaming,
 )
-from sparse_attn.ops.topk.select.shapes import GROUP
 
 
 def brute_force(logits, starts, ends, k):

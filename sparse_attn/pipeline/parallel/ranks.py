@@ -17,7 +17,7 @@ from sparse_attn.framework.torch_private import all_gather, all_reduce, all_to_a
 from sparse_attn.mesh import Ranks
 from sparse_attn.ops.attention.sparse import merge_attn_states
 from sparse_attn.ops.topk.ranks import count_digits, count_ties, merge_candidates, pack_candidates, take_winners
-from sparse_attn.ops.topk.ranks.shapes import (
+from sparse_attn.ops.topk.ranks.fake import (
     BITS,
     LEVELS,
     MOST_CANDIDATES,

@@ -11,9 +11,12 @@ import torch
 from sparse_attn.cache import check_cache, check_heads_together, check_mxfp4_keys
 from sparse_attn.fp8 import FP8_DTYPE
 from sparse_attn.framework import checks
+from sparse_attn.framework.registration import define_op
 from sparse_attn.layout import IndexFp8Layout, IndexLayout, IndexMxfp4Layout, PlainLayout, query_row
 from sparse_attn.mxfp4 import MXFP4
-from sparse_attn.ops.topk.fused import op
+from sparse_attn.ops.topk.fused import fake, reference
+from sparse_attn.ops.topk.fused.config import Decode, Prefill
+from sparse_attn.ops.topk.select.dispatch import KERNELS
 from sparse_attn.types import Ragged
 
 LOGITS_BYTES = 512 << 20
@@ -21,6 +24,46 @@ LOGITS_BYTES = 512 << 20
 DECODE_LOGITS_BYTES = 32 << 20
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEADS = 128
+_PREFILL_GUARD = checks.Guard()
+_DECODE_GUARDS = checks.Guard(), checks.Guard()  # of positions, of slots
+
+
+def _launchers():
+    from sparse_attn.ops.topk.fused import launch
+
+    return launch
+
+
+_index_topk_prefill = define_op(
+    "index_topk_prefill",
+    "(Tensor q, Tensor weights, Tensor k, Tensor? k_scale, Tensor kv_start, Tensor kv_end, int top_k, str flavour, "
+    "int logits_bytes, str impl) -> Tensor",
+    fake=fake.index_topk_prefill,
+    reference=reference.index_topk_prefill,
+    rules=reference.prefill_rules,
+    launch=lambda: _launchers().index_topk_prefill,
+    kernels=KERNELS,
+)
+_index_topk_decode = define_op(
+    "index_topk_decode",
+    "(Tensor q, Tensor weights, Tensor cache, Tensor context_lens, Tensor block_table, int top_k, "
+    "SymInt max_context_len, str layout, int logits_bytes, str impl) -> Tensor",
+    fake=fake.index_topk_decode,
+    reference=reference.index_topk_decode,
+    rules=reference.decode_rules,
+    launch=lambda: _launchers().index_topk_decode,
+    kernels=KERNELS,
+)
+_index_topk_decode_slots = define_op(
+    "index_topk_decode_slots",
+    "(Tensor q, Tensor weights, Tensor cache, Tensor context_lens, Tensor block_table, int top_k, "
+    "SymInt max_context_len, str layout, int logits_bytes, str impl) -> (Tensor, Tensor)",
+    fake=fake.index_topk_decode_slots,
+    reference=reference.index_topk_decode_slots,
+    rules=reference.decode_rules,
+    launch=lambda: _launchers().index_topk_decode_slots,
+    kernels=KERNELS,
+)
 
 
 def index_topk_prefill(
@@ -46,38 +89,15 @@ def index_topk_prefill(
 
     Returns int32 [rows, top_k] as ``top_k_per_row`` does: key minus kv_start, ascending, -1 behind.
     """
-    checks.check_rank("q", q, 3)
-    rows, heads, dim = q.shape
+    call = Prefill(q, weights, k, k_scale, kv_start, kv_end, top_k, flavour, logits_bytes)
+    if new := _PREFILL_GUARD.new(call):
+        _check_prefill(call)
+        _PREFILL_GUARD.passed(new)
     if k_scale is None:
-        flavour = "none"
-        checks.check_dtype("q", q, FLOATS)
-        checks.check_dtype("k", k, (q.dtype,))
-    elif flavour == MXFP4:
-        check_mxfp4_keys(q, k, k_scale)
-    else:
-        checks.check_choice("flavour", flavour, (*FP8_DTYPE, MXFP4))
-        for name, value in (("q", q), ("k", k)):
-            checks.check_dtype(name, value, (torch.uint8, FP8_DTYPE[flavour]))
-        checks.check_dtype("k_scale", k_scale, (torch.float32,))
-        checks.check_rank("k", k, 2)
-        checks.check_shape("k_scale", k_scale, (k.shape[0],), "[keys]")
-        q, k = q.view(torch.uint8), k.view(torch.uint8)
-    _check_heads(heads)
-    if flavour == MXFP4 and k_scale is not None:
-        checks.check_shape("q", q, (None, None, k.shape[1] + k_scale.shape[1]), "[rows, heads, dim / 2 + dim / 32]")
-    else:
-        checks.check_shape("k", k, (None, dim), "[keys, dim]")
-    checks.check_unit_stride("q", q)
-    checks.check_unit_stride("k", k)
-    checks.check_dtype("weights", weights, (torch.float32,))
-    checks.check_shape("weights", weights, (rows, heads), "[rows, heads]")
-    for name, value in (("kv_start", kv_start), ("kv_end", kv_end)):
-        checks.check_dtype(name, value, (torch.int32,))
-        checks.check_shape(name, value, (rows,), "[rows]")
-    checks.check_at_least("top_k", top_k, 1)
-    checks.check_at_least("logits_bytes", logits_bytes, 0)
-    checks.check_same_device(q=q, weights=weights, k=k, k_scale=k_scale, kv_start=kv_start, kv_end=kv_end)
-    return op.index_topk_prefill(q, weights, k, k_scale, kv_start, kv_end, top_k, flavour, logits_bytes, impl)
+        call = call._replace(flavour="none")
+    elif flavour != MXFP4:
+        call = call._replace(q=q.view(torch.uint8), k=k.view(torch.uint8))
+    return _index_topk_prefill(*call, impl)
 
 
 def index_topk_decode(
@@ -106,10 +126,9 @@ def index_topk_decode(
 
     Returns int32 [requests * next_n, top_k] as ``top_k_per_row`` does.
     """
-    arguments = _check_decode(
-        q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes, impl
-    )  # fmt: skip
-    return op.index_topk_decode(*arguments)
+    name = _name_of(layout)
+    call = Decode(q, weights, cache, context_lens, block_table, top_k, max_context_len, name, logits_bytes)
+    return _index_topk_decode(*_checked(call, layout, slots=False), impl)
 
 
 def index_topk_decode_slots(
@@ -132,36 +151,70 @@ def index_topk_decode_slots(
     function's result, at capacity requests * next_n * top_k. Where CTAs hold all rows at once, and blocks are a
     multiple of 32 long, it takes no further launch.
     """
-    arguments = _check_decode(
-        q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes, impl
-    )  # fmt: skip
-    checks.check_room("top_k", q.shape[0] * q.shape[1], top_k)
-    return Ragged(*op.index_topk_decode_slots(*arguments))
+    name = _name_of(layout)
+    call = Decode(q, weights, cache, context_lens, block_table, top_k, max_context_len, name, logits_bytes)
+    return Ragged(*_index_topk_decode_slots(*_checked(call, layout, slots=True), impl))
 
 
-def _check_decode(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    cache: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    top_k: int,
-    max_context_len: int,
-    layout: IndexLayout,
-    logits_bytes: int,
-    impl: str,
-) -> tuple[object, ...]:
-    """The operator's arguments."""
+def _check_prefill(call: Prefill) -> None:
+    q, weights, k, k_scale, kv_start, kv_end, top_k, flavour, logits_bytes = call
+    checks.check_rank("q", q, 3)
+    rows, heads, dim = q.shape
+    packed = k_scale is not None and flavour == MXFP4
+    if k_scale is None:
+        checks.check_dtype("q", q, FLOATS)
+        checks.check_dtype("k", k, (q.dtype,))
+    elif packed:
+        check_mxfp4_keys(q, k, k_scale)
+    else:
+        checks.check_choice("flavour", flavour, (*FP8_DTYPE, MXFP4))
+        for name, value in (("q", q), ("k", k)):
+            checks.check_dtype(name, value, (torch.uint8, FP8_DTYPE[flavour]))
+        checks.check_dtype("k_scale", k_scale, (torch.float32,))
+        checks.check_rank("k", k, 2)
+        checks.check_shape("k_scale", k_scale, (k.shape[0],), "[keys]")
+    _check_heads(heads)
+    if packed:
+        checks.check_shape("q", q, (None, None, k.shape[1] + k_scale.shape[1]), "[rows, heads, dim / 2 + dim / 32]")
+    else:
+        checks.check_shape("k", k, (None, dim), "[keys, dim]")
+    checks.check_unit_stride("q", q)
+    checks.check_unit_stride("k", k)
+    checks.check_dtype("weights", weights, (torch.float32,))
+    checks.check_shape("weights", weights, (rows, heads), "[rows, heads]")
+    for name, value in (("kv_start", kv_start), ("kv_end", kv_end)):
+        checks.check_dtype(name, value, (torch.int32,))
+        checks.check_shape(name, value, (rows,), "[rows]")
+    checks.check_at_least("top_k", top_k, 1)
+    checks.check_at_least("logits_bytes", logits_bytes, 0)
+    checks.check_same_device(q=q, weights=weights, k=k, k_scale=k_scale, kv_start=kv_start, kv_end=kv_end)
+
+
+def _name_of(layout: IndexLayout) -> str:
     if not isinstance(layout, (IndexFp8Layout, IndexMxfp4Layout, PlainLayout)):
         raise ValueError(f"layout: got {layout!r}, allowed: an IndexFp8Layout, an IndexMxfp4Layout or a PlainLayout")
-    quantised = isinstance(layout, IndexFp8Layout)
-    checks.check_dtype("q", q, (torch.uint8, FP8_DTYPE[layout.flavour]) if quantised else (layout.dtype,))
+    return layout.name
+
+
+def _checked(call: Decode, layout: IndexLayout, *, slots: bool) -> Decode:
+    """The operator's arguments. slots: whether it returns them."""
+    guard = _DECODE_GUARDS[slots]
+    if new := guard.new(call):
+        _check_decode(call, layout)
+        if slots:
+            checks.check_room("top_k", call.q.shape[0] * call.q.shape[1], call.top_k)
+        guard.passed(new)
+    return call._replace(q=call.q.view(torch.uint8)) if isinstance(layout, IndexFp8Layout) else call
+
+
+def _check_decode(call: Decode, layout: IndexLayout) -> None:
+    q, weights, cache, context_lens, block_table, top_k, max_context_len, _, logits_bytes = call
+    codes = isinstance(layout, IndexFp8Layout)
+    checks.check_dtype("q", q, (torch.uint8, FP8_DTYPE[layout.flavour]) if codes else (layout.dtype,))
     checks.check_shape("q", q, (None, None, None, query_row(layout)), "[requests, next_n, heads, a query's row]")
     requests, next_n, heads, _ = q.shape
     _check_heads(heads)
     check_cache("cache", cache, layout)
-    if quantised:
-        q = q.view(torch.uint8)
     checks.check_unit_stride("q", q)
     if isinstance(layout, IndexMxfp4Layout):
         check_heads_together(q)
@@ -175,10 +228,7 @@ def _check_decode(
     checks.check_at_least("top_k", top_k, 1)
     checks.check_at_least("max_context_len", max_context_len, 0)
     checks.check_at_least("logits_bytes", logits_bytes, 0)
-    checks.check_same_device(
-        q=q, weights=weights, cache=cache, context_lens=context_lens, block_table=block_table
-    )  # fmt: skip
-    return q, weights, cache, context_lens, block_table, top_k, max_context_len, layout.name, logits_bytes, impl
+    checks.check_same_device(q=q, weights=weights, cache=cache, context_lens=context_lens, block_table=block_table)
 
 
 def _check_heads(heads: int) -> None:

@@ -1,101 +1,137 @@
-"""How the fused score and select is launched, and its scratch: the logits of some rows, and the scratch of selecting
-and packing them."""
+"""What the fused operators ask of the kernels that score and that select, and their scratch: the logits of some rows,
+and the scratch of scoring, selecting and packing them."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any, NamedTuple
+
 import torch
 
-from sparse_attn.framework.dispatch import Choice
 from sparse_attn.framework.target import Target
 from sparse_attn.layout import IndexLayout
 from sparse_attn.ops.indexer.scores import dispatch as scoring
+from sparse_attn.ops.indexer.scores.plan import PagedProblem, PrefillProblem
 from sparse_attn.ops.ragged.lists import config as ragged
 from sparse_attn.ops.ragged.lists.reference import MOST_ROWS
-from sparse_attn.ops.topk.fused.shapes import padded, rows_at_once
-from sparse_attn.ops.topk.select import dispatch as selection
-from sparse_attn.ops.topk.select.plan import WORD, Plan, Problem
+from sparse_attn.ops.topk.fused.fake import padded, rows_at_once
+from sparse_attn.ops.topk.select import dispatch
+from sparse_attn.ops.topk.select.plan import WORD, Plan
+from sparse_attn.ops.topk.select.plan import Problem as Selecting
 from sparse_attn.workspace import Buffer, Scratch
 
 # A little below 16 MiB: with fewer columns more rows are held at once, which must not take more.
 CANDIDATE_BYTES = (16 << 20) - (1 << 16)
+NOTHING = Scratch()
 
 
-def prefill_problem(rows: int, width: int, top_k: int) -> Problem:
-    """Of ``rows`` held at once."""
-    return Problem(rows, width, top_k, scratch_bytes=CANDIDATE_BYTES)
+class Prefill(NamedTuple):
+    """The arguments of index_topk_prefill."""
+
+    q: torch.Tensor
+    weights: torch.Tensor
+    k: torch.Tensor
+    k_scale: torch.Tensor | None
+    kv_start: torch.Tensor
+    kv_end: torch.Tensor
+    top_k: int
+    flavour: str
+    logits_bytes: int
 
 
-def decode_problem(rows: int, width: int, top_k: int) -> Problem:
-    """The same of index_topk_decode, whose scores come with group maxima where those are of use."""
-    return prefill_problem(rows, width, top_k)._replace(group_maxima=True)
+class Decode(NamedTuple):
+    """Those of index_topk_decode and index_topk_decode_slots."""
+
+    q: torch.Tensor
+    weights: torch.Tensor
+    cache: torch.Tensor
+    context_lens: torch.Tensor
+    block_table: torch.Tensor
+    top_k: int
+    max_context_len: int
+    layout: str
+    logits_bytes: int
 
 
-def choose_prefill(
-    rows: int, width: int, top_k: int, target: Target, kernel: str | Choice[Plan] | None = None
-) -> Choice[Plan]:
-    """How ``rows`` held at once are selected."""
-    return selection.choose(prefill_problem(rows, width, top_k), target, kernel)
+class Problem(NamedTuple):
+    """Of ``rows`` whose logits are ``width`` wide, ``step`` are held at once. scoring, selecting: the problems of those
+    kernels, of ``step`` rows."""
+
+    rows: int
+    width: int
+    step: int
+    scoring: PrefillProblem | PagedProblem
+    selecting: Selecting
 
 
-def choose_decode(
-    rows: int, width: int, top_k: int, target: Target, kernel: str | Choice[Plan] | None = None
-) -> Choice[Plan]:
-    """As choose_prefill, for index_topk_decode."""
-    return selection.choose(decode_problem(rows, width, top_k), target, kernel)
+def prefill_problem(call: Prefill) -> Problem:
+    q, weights, k, k_scale, kv_start, kv_end, top_k, flavour, logits_bytes = call
+    rows, width = q.shape[0], k.shape[0]
+    step = rows_at_once(rows, width, logits_bytes)
+    scored = scoring.prefill_problem(q, k, k_scale, weights, kv_start, kv_end, flavour, rows=step)
+    return Problem(rows, width, step, scored, selecting(step, width, top_k))
 
 
-def scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> Scratch:
-    """Scratch of the operators that return positions. rows: query rows, ``group`` of which stay together (next_n).
-    width: keys a row may see (capacity or bound)."""
+def decode_problem(call: Decode) -> Problem:
+    q, weights, cache, context_lens, block_table, top_k, width, layout, logits_bytes = call
+    rows, next_n = q.shape[0] * q.shape[1], q.shape[1]
+    step = rows_at_once(rows, width, logits_bytes, next_n)
+    scored = scoring.paged_problem(q, cache, weights, context_lens, block_table, width, layout, requests=step // next_n)
+    return Problem(rows, width, step, scored, selecting(step, width, top_k, group_maxima=True))
+
+
+def selecting(rows: int, width: int, top_k: int, *, group_maxima: bool = False) -> Selecting:
+    """Of ``rows`` held at once. group_maxima: of decode, whose scores come with them where those are of use."""
+    return Selecting(rows, width, top_k, group_maxima, CANDIDATE_BYTES)
+
+
+def scratch(
+    rows: int,
+    width: int,
+    top_k: int,
+    logits_bytes: int,
+    target: Target,
+    group: int = 1,
+    *,
+    slots: bool = False,
+    heads: int = 0,
+    layout: IndexLayout | None = None,
+) -> Scratch:
+    """rows: query rows, ``group`` of which stay together (next_n). width: keys a row may see (capacity or bound).
+    slots: of index_topk_decode_slots. heads, layout: of index_topk_prefill, of keys gathered from a cache of this
+    layout; without them, of whichever operator returns positions."""
     if rows == 0 or width == 0:
-        return Scratch()
-    some = rows_at_once(rows, width, logits_bytes, group)
-    return scratch_of(some, width, choose_prefill(some, width, top_k, target).plan)
+        return NOTHING
+    step = rows_at_once(rows, width, logits_bytes, group)
+    plan = dispatch.choose(selecting(step, width, top_k, group_maxima=slots), target).plan
+    scores = NOTHING if layout is None else scoring.prefill_scratch(step, width, heads, layout, target)
+    return scratch_of(step, width, plan, scores, ragged.scratch(rows, target) if slots else NOTHING)
 
 
-def prefill_scratch(
-    rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1, *, heads: int,
-    layout: IndexLayout,
-) -> Scratch:  # fmt: skip
-    """Scratch of index_topk_prefill, of keys gathered from a cache of ``layout``."""
-    if rows == 0 or width == 0:
-        return Scratch()
-    some = rows_at_once(rows, width, logits_bytes, group)
-    scores = scoring.prefill_scratch(some, width, heads, layout, target)
-    return scratch_of(some, width, choose_prefill(some, width, top_k, target).plan, scores)
+slots_scratch = functools.partial(scratch, slots=True)
+
+
+def prefill_scratch(*sizes: Any, heads: int, layout: IndexLayout) -> Scratch:
+    return scratch(*sizes, heads=heads, layout=layout)
+
+
+def scratch_of(step: int, width: int, plan: Plan, scores: Scratch = NOTHING, packing: Scratch = NOTHING) -> Scratch:
+    """As scratch, for ``step`` rows that are held at once. scores, packing: what scoring and packing take; the buffers
+    of the one and the counters of the other come last."""
+    logits = Buffer("logits", (step, padded(width)), torch.float32)
+    return Scratch((logits, *plan.scratch.buffers, *scores.buffers), plan.scratch.counters + packing.counters)
 
 
 def last_change(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> int:
     """The row count, up to ``rows``, beyond which one more row never takes less scratch."""
     if rows == 0 or width == 0:
         return 0
-    some = rows_at_once(rows, width, logits_bytes, group)
-    return selection.last_change(Problem(some, width, top_k, scratch_bytes=CANDIDATE_BYTES), target)
-
-
-def scratch_of(rows: int, width: int, plan: Plan, scores: Scratch | None = None) -> Scratch:
-    """As scratch, for ``rows`` that are held at once. scores: what scoring takes, which comes last."""
-    chosen, logits = plan.scratch, Buffer("logits", (rows, padded(width)), torch.float32)
-    return Scratch((logits, *chosen.buffers, *(scores.buffers if scores else ())), chosen.counters)
-
-
-def slots_scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> Scratch:
-    """Scratch of index_topk_decode_slots."""
-    if rows == 0 or width == 0:
-        return Scratch()
-    some = rows_at_once(rows, width, logits_bytes, group)
-    return slots_scratch_of(some, width, choose_decode(some, width, top_k, target).plan, rows, target)
-
-
-def slots_scratch_of(step: int, width: int, plan: Plan, rows: int, target: Target) -> Scratch:
-    """As slots_scratch, for ``step`` rows that are held at once. The counters that pack rows come last."""
-    chosen, packed = scratch_of(step, width, plan), ragged.scratch(rows, target)
-    return Scratch(chosen.buffers, chosen.counters + packed.counters)
+    return dispatch.last_change(selecting(rows_at_once(rows, width, logits_bytes, group), width, top_k), target)
 
 
 def widths_of_most_scratch(width: int) -> tuple[int, ...]:
     """Widths up to ``width``, one of which takes the most scratch beside its logits."""
-    return selection.widths_of_most_scratch(width)
+    return dispatch.widths_of_most_scratch(width)
 
 
 def packs_blocks(num_blocks: int, block_size: int) -> bool:

@@ -1,12 +1,13 @@
-"""The oracle: logits of some rows, then a sort, then the next rows."""
+"""The oracle: logits of some rows, then a sort, then the next rows; and what debug mode asks of values."""
 
 from __future__ import annotations
 
 import torch
 
+from sparse_attn.framework import debug
 from sparse_attn.ops.indexer.scores import reference as logits
 from sparse_attn.ops.ragged.lists import reference as ragged
-from sparse_attn.ops.topk.fused.shapes import rows_at_once
+from sparse_attn.ops.topk.fused.fake import rows_at_once
 from sparse_attn.ops.topk.select import reference as selection
 
 
@@ -66,11 +67,20 @@ def index_topk_decode_slots(
     layout: str,
     logits_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen = index_topk_decode(
-        q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes
-    )  # fmt: skip
+    arguments = (q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes)
     request_ids = torch.arange(q.shape[0], device=q.device).repeat_interleave(q.shape[1])
-    return ragged.compute_global_topk_ragged_indices_and_indptr(chosen, request_ids, block_table, cache.shape[1])
+    columns = index_topk_decode(*arguments)
+    return ragged.compute_global_topk_ragged_indices_and_indptr(columns, request_ids, block_table, cache.shape[1])
+
+
+def prefill_rules(k: torch.Tensor, kv_start: torch.Tensor, kv_end: torch.Tensor) -> None:
+    debug.ranges("kv_start", kv_start, "kv_end", kv_end, k.shape[0], "keys")
+
+
+def decode_rules(
+    cache: torch.Tensor, context_lens: torch.Tensor, block_table: torch.Tensor, max_context_len: int
+) -> None:
+    debug.paged(cache, context_lens, block_table, max_context_len)
 
 
 def _stack(chosen: list[torch.Tensor], top_k: int, device: torch.device) -> torch.Tensor:

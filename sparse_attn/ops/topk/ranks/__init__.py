@@ -17,8 +17,60 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.framework import checks
-from sparse_attn.ops.topk.ranks import op
-from sparse_attn.ops.topk.ranks.shapes import BITS, LEVELS, MOST_CANDIDATES, num_blocks, padded_candidates, ties_dtype
+from sparse_attn.framework.registration import define_op
+from sparse_attn.ops.topk.ranks import fake, reference
+from sparse_attn.ops.topk.ranks.fake import BITS, LEVELS, MOST_CANDIDATES, num_blocks, padded_candidates, ties_dtype
+
+
+def _launchers():
+    from sparse_attn.ops.topk.ranks import launch
+
+    return launch
+
+
+_count_digits = define_op(
+    "count_digits",
+    "(Tensor logits, Tensor? row_starts, Tensor? row_ends, Tensor? sums, Tensor? state, int k, int level, str impl)"
+    " -> (Tensor, Tensor)",
+    fake=fake.count_digits,
+    reference=reference.count_digits,
+    rules=reference.rules_of_counts,
+    launch=lambda: _launchers().count_digits,
+)
+_count_ties = define_op(
+    "count_ties",
+    "(Tensor logits, Tensor? row_starts, Tensor? row_ends, Tensor sums, Tensor state, int block_size, str impl)"
+    " -> (Tensor, Tensor, Tensor)",
+    fake=fake.count_ties,
+    reference=reference.count_ties,
+    rules=reference.rules_of_counts,
+    launch=lambda: _launchers().count_ties,
+)
+_take_winners = define_op(
+    "take_winners",
+    "(Tensor logits, Tensor? row_starts, Tensor? row_ends, Tensor ties, Tensor above, Tensor state, int k,"
+    " int block_size, int rank, str impl) -> Tensor",
+    fake=fake.take_winners,
+    reference=reference.take_winners,
+    rules=reference.rules_of_winners,
+    launch=lambda: _launchers().take_winners,
+)
+_pack_candidates = define_op(
+    "pack_candidates",
+    "(Tensor logits, Tensor columns, Tensor? row_starts, int block_size, str impl) -> Tensor",
+    fake=fake.pack_candidates,
+    reference=reference.pack_candidates,
+    rules=reference.rules_of_packing,
+    launch=lambda: _launchers().pack_candidates,
+)
+_merge_candidates = define_op(
+    "merge_candidates",
+    "(Tensor candidates, Tensor columns, int block_size, int rank, str impl) -> Tensor",
+    fake=fake.merge_candidates,
+    reference=reference.merge_candidates,
+    rules=reference.rules_of_merging,
+    launch=lambda: _launchers().merge_candidates,
+)
 
 
 def count_digits(
@@ -52,7 +104,7 @@ def count_digits(
                              "None for level 0 alone")  # fmt: skip
     if sums is not None and state is not None:
         _check_state(logits, sums, state, level - 1)
-    return op.count_digits(logits, row_starts, row_ends, sums, state, k, level, impl)
+    return _count_digits(logits, row_starts, row_ends, sums, state, k, level, impl)
 
 
 def count_ties(
@@ -77,7 +129,7 @@ def count_ties(
     _check_scores(logits, row_starts, row_ends)
     checks.check_at_least("block_size", block_size, 1)
     _check_state(logits, sums, state, LEVELS - 1)
-    return op.count_ties(logits, row_starts, row_ends, sums, state, block_size, impl)
+    return _count_ties(logits, row_starts, row_ends, sums, state, block_size, impl)
 
 
 def take_winners(
@@ -117,7 +169,7 @@ def take_winners(
     checks.check_dtype("state", state, (torch.int32,))
     checks.check_shape("state", state, (rows, 2), "[rows, 2]")
     checks.check_same_device(logits=logits, ties=ties, above=above, state=state)
-    return op.take_winners(logits, row_starts, row_ends, ties, above, state, k, block_size, rank, impl)
+    return _take_winners(logits, row_starts, row_ends, ties, above, state, k, block_size, rank, impl)
 
 
 def pack_candidates(
@@ -142,7 +194,7 @@ def pack_candidates(
     _check_columns(columns)
     checks.check_shape("columns", columns, (logits.shape[0], None), "[rows, k]")
     checks.check_same_device(logits=logits, columns=columns)
-    return op.pack_candidates(logits, columns, row_starts, block_size, impl)
+    return _pack_candidates(logits, columns, row_starts, block_size, impl)
 
 
 def merge_candidates(
@@ -171,7 +223,7 @@ def merge_candidates(
     if padded_candidates(ranks, k) > MOST_CANDIDATES:
         raise ValueError(f"candidates: got {k} of {ranks} ranks, allowed: at most {MOST_CANDIDATES} of a row")
     checks.check_same_device(candidates=candidates, columns=columns)
-    return op.merge_candidates(candidates, columns, block_size, rank, impl)
+    return _merge_candidates(candidates, columns, block_size, rank, impl)
 
 
 def _check_columns(columns: torch.Tensor) -> None:

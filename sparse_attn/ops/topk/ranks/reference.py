@@ -1,10 +1,11 @@
-"""The oracle: keys as 64-bit integers, counted by scatter."""
+"""The oracle: keys as 64-bit integers, counted by scatter; and what debug mode asks of values."""
 
 from __future__ import annotations
 
 import torch
 
-from sparse_attn.ops.topk.ranks.shapes import BITS, LEVELS, SHIFTS, count_words, num_blocks, ties_dtype
+from sparse_attn.framework import debug
+from sparse_attn.ops.topk.ranks.fake import BITS, LEVELS, SHIFTS, count_words, num_blocks, ties_dtype
 
 SIGN = 1 << 31
 
@@ -57,7 +58,6 @@ def take_winners(
     row_starts: torch.Tensor | None,
     row_ends: torch.Tensor | None,
     ties: torch.Tensor,
-    above: torch.Tensor,
     state: torch.Tensor,
     k: int,
     block_size: int,
@@ -159,3 +159,41 @@ def merge_candidates(candidates: torch.Tensor, columns: torch.Tensor, block_size
     most = torch.iinfo(torch.int32).max
     ascending = torch.where(chosen, columns, most).sort(1).values
     return torch.where(ascending < most, ascending, -1)
+
+
+def rules_of_counts(
+    logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None, sums: torch.Tensor | None
+) -> None:
+    _rules_of_ranges(logits, row_starts, row_ends)
+    if sums is not None:
+        debug.at_least("sums", sums, 0, "a count")
+
+
+def rules_of_winners(
+    logits: torch.Tensor,
+    row_starts: torch.Tensor | None,
+    row_ends: torch.Tensor | None,
+    ties: torch.Tensor,
+    above: torch.Tensor,
+    block_size: int,
+) -> None:
+    _rules_of_ranges(logits, row_starts, row_ends)
+    for name, value in (("ties", ties), ("above", above)):
+        debug.at_most(name, value.int(), block_size, "block_size")
+
+
+def _rules_of_ranges(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None) -> None:
+    debug.ranges("row_starts", row_starts, "row_ends", row_ends, logits.shape[1], "the width of logits")
+
+
+def rules_of_packing(logits: torch.Tensor, columns: torch.Tensor, row_starts: torch.Tensor | None) -> None:
+    width = logits.shape[1]
+    debug.at_least("columns", columns, -1, "no column")
+    ends = columns if row_starts is None else columns + row_starts.clamp(0, width).unsqueeze(1)
+    debug.at_most("columns", torch.where(columns < 0, -1, ends), width - 1, "the last column of logits")
+
+
+def rules_of_merging(candidates: torch.Tensor, columns: torch.Tensor, block_size: int) -> None:
+    counts = candidates[..., columns.shape[1] :].view(ties_dtype(block_size))
+    debug.at_most("counts", counts.int(), block_size, "block_size")
+    debug.at_least("columns", columns, -1, "no column")

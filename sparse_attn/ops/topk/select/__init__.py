@@ -5,7 +5,27 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.framework import checks
-from sparse_attn.ops.topk.select import op
+from sparse_attn.framework.registration import define_op
+from sparse_attn.ops.topk.select import dispatch, fake, reference
+
+_GUARD = checks.Guard()
+
+
+def _launchers():
+    from sparse_attn.ops.topk.select import launch
+
+    return launch
+
+
+_top_k_per_row = define_op(
+    "top_k_per_row",
+    "(Tensor logits, Tensor? row_starts, Tensor? row_ends, int k, str impl) -> Tensor",
+    fake=fake.top_k_per_row,
+    reference=reference.top_k_per_row,
+    rules=reference.rules,
+    launch=lambda: _launchers().top_k_per_row,
+    kernels=dispatch.KERNELS,
+)
 
 
 def top_k_per_row(
@@ -28,14 +48,15 @@ def top_k_per_row(
 
     Field: top_k_per_row_prefill / top_k_per_row_decode of vLLM, there with any subset of ties and in any order.
     """
-    checks.check_dtype("logits", logits, (torch.float32,))
-    checks.check_rank("logits", logits, 2)
-    checks.check_unit_stride("logits", logits)
-    checks.check_at_least("k", k, 1)
-    rows = logits.shape[0]
-    for name, value in (("row_starts", row_starts), ("row_ends", row_ends)):
-        if value is not None:
-            checks.check_dtype(name, value, (torch.int32,))
-            checks.check_shape(name, value, (rows,), "[rows]")
-    checks.check_same_device(logits=logits, row_starts=row_starts, row_ends=row_ends)
-    return op.top_k_per_row(logits, row_starts, row_ends, k, impl)
+    if new := _GUARD.new(logits, k, row_starts, row_ends):
+        checks.check_dtype("logits", logits, (torch.float32,))
+        checks.check_rank("logits", logits, 2)
+        checks.check_unit_stride("logits", logits)
+        checks.check_at_least("k", k, 1)
+        for name, value in (("row_starts", row_starts), ("row_ends", row_ends)):
+            if value is not None:
+                checks.check_dtype(name, value, (torch.int32,))
+                checks.check_shape(name, value, (logits.shape[0],), "[rows]")
+        checks.check_same_device(logits=logits, row_starts=row_starts, row_ends=row_ends)
+        _GUARD.passed(new)
+    return _top_k_per_row(logits, row_starts, row_ends, k, impl)

@@ -15,6 +15,7 @@ import torch
 from sparse_attn.framework import dispatch
 from sparse_attn.framework.dispatch import YES, Choice, Kernel, Support, no, not_on, slower
 from sparse_attn.framework.target import Target
+from sparse_attn.ops.topk.select.fake import GROUP
 from sparse_attn.ops.topk.select.plan import (
     THRESHOLDS,
     WINDOW_SHIFT,
@@ -33,7 +34,6 @@ from sparse_attn.ops.topk.select.plan import (
     group_maxima_of,
     power_of_two,
 )
-from sparse_attn.ops.topk.select.shapes import GROUP
 
 MOST_CTAS = 64  # that share a row
 

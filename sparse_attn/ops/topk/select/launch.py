@@ -8,7 +8,7 @@ from sparse_attn import workspace
 from sparse_attn.framework.debug import warn_of_slow_path
 from sparse_attn.framework.dispatch import Choice
 from sparse_attn.framework.target import target_of
-from sparse_attn.ops.topk.select import dispatch, shapes
+from sparse_attn.ops.topk.select import dispatch, fake
 from sparse_attn.ops.topk.select.plan import Plan, Selection
 
 
@@ -20,7 +20,7 @@ def top_k_per_row(
     kernel: str | Choice[Plan] | None = None,
 ) -> torch.Tensor:
     """kernel: see dispatch.choose."""
-    out = shapes.allocate_indices(logits, k)
+    out = fake.allocate_indices(logits, k)
     rows, width = logits.shape
     if rows == 0:
         return out

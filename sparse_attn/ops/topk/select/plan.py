@@ -10,7 +10,7 @@ import torch
 
 from sparse_attn.device.rows import is_aligned
 from sparse_attn.framework.target import Target
-from sparse_attn.ops.topk.select.shapes import GROUP, WORD
+from sparse_attn.ops.topk.select.fake import GROUP, WORD
 from sparse_attn.workspace import Buffer, Scratch
 
 WINDOW_SHIFT = 13  # bits behind a radix digit of which 2048 span two octaves

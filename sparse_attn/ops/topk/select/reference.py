@@ -1,8 +1,10 @@
-"""The oracle: a stable descending sort, a few rows at a time."""
+"""The oracle: a stable descending sort, a few rows at a time; and what debug mode asks of values."""
 
 from __future__ import annotations
 
 import torch
+
+from sparse_attn.framework import debug
 
 SORTED_AT_ONCE = 1 << 22  # elements
 
@@ -22,6 +24,10 @@ def top_k_per_row(
         columns = _select(logits[some], start, end, k)
         out[some, : columns.shape[1]] = columns
     return out
+
+
+def rules(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None) -> None:
+    debug.ranges("row_starts", row_starts, "row_ends", row_ends, logits.shape[1], "the width of logits")
 
 
 def _clamped(limits: torch.Tensor | None, some: slice, default: int, logits: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import triton
 
 from sparse_attn.device import histogram, pdl
 from sparse_attn.framework.target import interpreting, target_of
-from sparse_attn.ops.topk.select import shapes
+from sparse_attn.ops.topk.select import fake
 from sparse_attn.ops.topk.select.algorithms import appended as appended_kernels
 from sparse_attn.ops.topk.select.algorithms import group_maxima as group_maxima_kernels
 from sparse_attn.ops.topk.select.algorithms import multi_cta as multi_cta_kernels
@@ -64,7 +64,7 @@ def group_maxima(selection: Selection, plan: GroupMaxima) -> None:
     threads = 32 * plan.num_warps
     group_maxima_kernels.select_group_maxima[(rows,)](
         logits, maxima, row_ends, selection.out, *selection.output_map, _emulated_smem(logits, rows, plan, threads),
-        rows, width, k, next_n, max_blocks, logits.stride(0) // shapes.GROUP, maxima.stride(0) // 4,
+        rows, width, k, next_n, max_blocks, logits.stride(0) // fake.GROUP, maxima.stride(0) // 4,
         0 if row_ends is None else row_ends.stride(0), stride_table,
         BLOCK_SIZE=block_size, TILE=plan.tile, HELD=plan.slots, SLOTS=power_of_two(plan.slots), CHUNK=plan.chunk,
         SMEM_WORDS=plan.smem_words, THREADS=threads, **_options(plan.num_warps, plan.max_registers, logits.device),

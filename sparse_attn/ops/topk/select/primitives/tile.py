@@ -6,10 +6,10 @@ A tile is [SIZE / WORD, WORD]: a line of it is a word of a bitmask. ``row_ptr`` 
 import triton
 import triton.language as tl
 
-from sparse_attn.ops.topk.select import shapes
+from sparse_attn.ops.topk.select import fake
 
-WORD = tl.constexpr(shapes.WORD)
-GROUP = tl.constexpr(shapes.GROUP)
+WORD = tl.constexpr(fake.WORD)
+GROUP = tl.constexpr(fake.GROUP)
 
 
 @triton.jit

@@ -1,1 +1,0 @@
-"""Exact top-k over ranks by one gather of each rank's own k highest scores."""
