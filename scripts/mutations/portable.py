@@ -99,8 +99,8 @@ KERNELS = [
     Mutation(
         "index-topk-rows-by-request", "head weights of later chunks are cut by request, not by row",
         OPS + "topk/fused/launch.py",
-        "q[some], cache, weights[rows], context_lens[some]",
-        "q[some], cache, weights[some], context_lens[some]",
+        "call.weights[rows],",
+        "call.weights[some],",
         ("tests/ops/test_index_topk.py::test_decode_kernel[fp8]",),
     ),
     Mutation(
@@ -423,14 +423,14 @@ KERNELS = [
     ),
     Mutation(
         "ranks-candidates-of-lower-ranks", "ties of lower ranks stand behind those of a block, not before",
-        OPS + "topk/ranks/candidates/kernels.py",
+        OPS + "topk/ranks/kernels.py",
         "tl.sum(tl.where(other < rank, behind, before), 0)",
         "tl.sum(before, 0)",
         ("tests/ops/test_rank_topk.py::test_kernels_merge_candidates_to_the_bit",),
     ),
     Mutation(
         "ranks-counts-of-the-last-block", "a block's count is that of all candidates up to it",
-        OPS + "topk/ranks/candidates/kernels.py",
+        OPS + "topk/ranks/kernels.py",
         "tl.store(counts + block, (place + 1 - begin)",
         "tl.store(counts + block, (place + 1)",
         ("tests/ops/test_rank_topk.py::test_kernels_merge_candidates_to_the_bit",),
