@@ -60,7 +60,7 @@ CLUSTERED = [
     ),
     Mutation(
         "clustered-unused-of-all", "behind all rows a row clears what is another's",
-        FOLDER + "packed.py", " + begin - (most - count)", " + begin - most",
+        FOLDER + "kernels.py", " + begin - (most - count)", " + begin - most",
         SLOTS,
     ),
 ]

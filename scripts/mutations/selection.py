@@ -98,7 +98,7 @@ SELECTION = [
     ),
     Mutation(
         "topk-appended-list-of-the-one-before", "what a CTA appended is looked for in the list of the one before it",
-        OPS + "topk/select/primitives/candidates.py",
+        OPS + "topk/select/algorithms/appended.py",
         "slot - total + (cta + 1) * capacity",
         "slot - total + cta * capacity",
         ("tests/ops/test_topk.py::test_kernel[appended shared-normal]",),

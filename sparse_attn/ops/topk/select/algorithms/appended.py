@@ -10,17 +10,98 @@
    ties fill the row. That is slower and equally exact.
 
 The row is read once. No barrier stands between two tiles.
+
+A candidate is an int64: its column in the lower half, its score's bits in the upper half. The length of a CTA's list is
+the word LENGTH of its shared memory. It counts candidates that found no room, too.
 """
 
 import triton
 import triton.language as tl
 
 from sparse_attn.device import histogram, pdl
+from sparse_attn.device.histogram import LENGTH
+from sparse_attn.ops.topk.select.algorithms.sampled import bound_by, jitter
 from sparse_attn.ops.topk.select.algorithms.single_cta import select_row
 from sparse_attn.ops.topk.select.algorithms.streaming import select_streamed
-from sparse_attn.ops.topk.select.primitives import candidates, compact, output, radix_select, sample, tile
+from sparse_attn.ops.topk.select.primitives import compact, output, radix_select, tile
 
 SECTOR = tl.constexpr(8)  # samples side by side: 32 bytes
+PACK = tl.constexpr(16)  # scores of a thread that are appended at once
+
+
+def _appending() -> str:
+    """PTX for a thread's 16 scores. The threads of a warp count theirs, add the counts up, and one of them claims
+    places for all."""
+    pack = PACK.value
+    out, scores, columns, limit, smem, capacity = (pack * operand for operand in range(1, 7))
+    compare = " ".join(
+        f"setp.gt.f32 p{i}, ${scores + i}, ${limit};  @p{i} add.s32 n{i % 4}, n{i % 4}, 1;" for i in range(pack)
+    )
+    scan = " ".join(f"shfl.sync.up.b32 up|q, at, {step}, 0, -1;  @q add.s32 at, at, up;" for step in (1, 2, 4, 8, 16))
+    store = " ".join(
+        f"""mad.wide.u32 to, at, 8, ${out};  @p{i} st.global.v2.b32 [to], {{${columns + i}, ${scores + i}}};
+        @p{i} add.s32 at, at, 1;"""
+        for i in range(pack)
+    )
+    predicates = ", ".join(f"p{i}" for i in range(pack))
+    results = " ".join(f"mov.u32 ${i}, 0;" for i in range(pack))
+    return f"""{{ .reg .pred {predicates}, q; .reg .b32 n0, n1, n2, n3, at, up, total, begin; .reg .b64 to;
+    mov.b32 n0, 0; mov.b32 n1, 0; mov.b32 n2, 0; mov.b32 n3, 0;  {compare}
+    add.s32 n0, n0, n1;  add.s32 n2, n2, n3;  add.s32 n0, n0, n2;
+    mov.b32 at, n0;  {scan}
+    shfl.sync.idx.b32 total, at, 31, 31, -1;  setp.eq.s32 q, total, 0;  @q bra DONE;
+    mov.u32 begin, %laneid;  setp.eq.u32 q, begin, 0;
+    @q atom.shared.add.u32 begin, [${smem} + {4 * LENGTH.value}], total;
+    shfl.sync.idx.b32 begin, begin, 0, 31, -1;
+    add.s32 total, total, begin;  setp.gt.u32 q, total, ${capacity};  @q bra DONE;
+    sub.s32 at, at, n0;  add.s32 at, at, begin;
+    {store}
+    DONE: {results} }}"""
+
+
+APPEND = tl.constexpr(_appending())
+CONSTRAINTS = tl.constexpr(",".join(["=r"] * PACK.value + ["l"] * PACK.value + ["r"] * (5 * PACK.value)))
+
+
+@triton.jit
+def _append(smem, out, scores, columns, limit, capacity):
+    """Append the scores above ``limit`` to the list at ``out``, which has room for ``capacity``. NaN and -inf never lie
+    above. Each thread holds a multiple of PACK scores, none of them twice."""
+    bits = scores.to(tl.int32, bitcast=True)
+    if smem.dtype.is_ptr():
+        wanted = scores > limit
+        at = tl.atomic_add(smem + LENGTH + tl.zeros_like(columns), 1, mask=wanted)
+        candidate = (bits.to(tl.int64) << 32) | columns.to(tl.int64)
+        tl.store(out + at, candidate, mask=wanted & (at < capacity))
+    else:
+        operands = [out, bits, columns, limit.to(tl.int32, bitcast=True), smem, capacity]
+        tl.inline_asm_elementwise(APPEND, CONSTRAINTS, operands, dtype=tl.int32, is_pure=False, pack=PACK)
+
+
+@triton.jit
+def _locate(counts, capacity, CTAS: tl.constexpr, SLOTS: tl.constexpr):
+    """Where the candidates of a row's CTAS lists lie. The lists are ``capacity`` apart and hold ``counts`` candidates
+    each. Returns (the position of each slot's candidate, number of candidates, whether all of them are stored)."""
+    slot = tl.arange(0, SLOTS)
+    position = slot
+    total = tl.full([], 0, tl.int32)
+    fits = total == 0
+    for cta in tl.static_range(CTAS):
+        number = tl.load(counts + cta, cache_modifier=".cg")
+        fits = fits & (number <= capacity)
+        total += number
+        if cta + 1 < CTAS:
+            position = tl.where(slot >= total, slot - total + (cta + 1) * capacity, position)
+    return position, total, fits
+
+
+@triton.jit
+def _load_candidates(lists, position, number):
+    """(keys, columns) of the first ``number`` candidates. Slots beyond have the last key."""
+    inside = tl.arange(0, position.shape[0]) < number
+    candidate = tl.load(lists + position, mask=inside, other=0, cache_modifier=".cg")
+    scores = (candidate >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return radix_select.descending_keys(scores, inside), candidate.to(tl.int32)
 
 
 @triton.jit
@@ -31,7 +112,7 @@ def _load_sample(row_ptr, base, start, end, SAMPLES: tl.constexpr):
     sectors = (end - base) // SECTOR
     first = stratum * sectors // (SAMPLES // SECTOR)
     last = (stratum + 1) * sectors // (SAMPLES // SECTOR)
-    sector = first + sample.jitter(stratum, tl.maximum(last - first, 1))
+    sector = first + jitter(stratum, tl.maximum(last - first, 1))
     columns = (base + sector * SECTOR)[:, None] + tl.arange(0, SECTOR)[None, :]
     return tl.load(row_ptr + columns), (columns < start).to(tl.int32)
 
@@ -54,7 +135,7 @@ def _append_tile(smem, out, scores, base, start, begin, last, limit, capacity, T
     columns = begin + (tl.arange(0, TILE // 4) * 4)[:, None] + tl.arange(0, 4)[None, :]
     if (begin < start) | (begin + TILE > last):
         scores = tl.where((columns >= start) & (columns < last), scores, float("-inf"))
-    candidates.append(smem, out, scores, columns - base, limit, capacity)
+    _append(smem, out, scores, columns - base, limit, capacity)
 
 
 @triton.jit
@@ -81,7 +162,7 @@ def _bound(
     even = _load_tile(row_ptr, first, last, TILE, ALIGNED)
     odd = _load_tile(row_ptr, first + TILE, last, TILE, ALIGNED)
     keys = radix_select.loaded_keys(smem, scores, outside, 0, 1)
-    limit, everything = sample.bound(smem, keys, SAMPLES, num_candidates, end - start, THREADS)
+    limit, everything = bound_by(smem, keys, SAMPLES, num_candidates, end - start, THREADS)
     return limit, everything, even, odd
 
 
@@ -91,7 +172,7 @@ def _select(
     WINDOW_SHIFT: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Select among ``number`` candidates. ``shift`` is added to columns."""
-    keys, columns = candidates.load(lists, position, number)
+    keys, columns = _load_candidates(lists, position, number)
     cutoff, at_cutoff, below = radix_select.search_resident(smem, keys, k, SLOTS // 4, WINDOW_SHIFT, THREADS)
     word_base = tl.arange(0, WORDS) * tile.WORD + shift
     compact.store_unordered(out, smem, columns, keys, cutoff, at_cutoff, below, k, word_base, output_map)
@@ -163,7 +244,7 @@ def select_appended(
             if CTAS > 1:
                 tl.store(arrivals + row, 0)
                 mine = lists + row64 * CTAS * capacity
-                position, found, fits = candidates.locate(counts + row * CTAS, capacity, CTAS, SLOTS)
+                position, found, fits = _locate(counts + row * CTAS, capacity, CTAS, SLOTS)
             if fits & (found <= SLOTS) & ((found >= k) | everything):
                 _select(
                     out, smem, mine, position, found, base - start, output_map, k, SLOTS, WORDS, WINDOW_SHIFT, THREADS

@@ -17,8 +17,36 @@ import triton.language as tl
 from sparse_attn.device import histogram, pdl
 from sparse_attn.ops.topk.select.algorithms.single_cta import select_resident
 from sparse_attn.ops.topk.select.algorithms.streaming import select_streamed
-from sparse_attn.ops.topk.select.primitives import compact, output, radix_select, sample, threshold_select, tile
+from sparse_attn.ops.topk.select.primitives import compact, output, radix_select, threshold_select, tile
 from sparse_attn.ops.topk.select.primitives.tile import WORD
+
+LEAST_SHARE = tl.constexpr(4)  # of fewer sampled scores a bound says little
+
+
+@triton.jit
+def jitter(number, places):
+    """int32 in [0, places) for every ``number``, so that scores with a period are not sampled at the same phase. Of
+    more than 32768 places the first are taken."""
+    return (((number * 1103515245 + 12345) >> 16) & 0x7FFF) % places
+
+
+@triton.jit
+def share_of(samples, wanted, length):
+    """(how many of ``samples`` scores of the row exceed the bound; the most that may, so that the search ends early)"""
+    share = tl.maximum((samples * wanted.to(tl.int64) // length).to(tl.int32), LEAST_SHARE)
+    return share, share + share // 4
+
+
+@triton.jit
+def bound_by(smem, keys, samples, wanted, length, THREADS: tl.constexpr):
+    """The bound by ``samples`` scores of the row, given by their descending keys.
+
+    Returns (the bound, whether the sample holds too few scores: then it is -inf)."""
+    share, most = share_of(samples, wanted, length)
+    cutoff, at_cutoff, _ = radix_select.search(smem, keys, share, most, THREADS)
+    limit = radix_select.score_of(cutoff + (at_cutoff <= most).to(tl.int32))
+    everything = cutoff == radix_select.LAST_KEY
+    return tl.where(everything, float("-inf"), limit), everything
 
 
 @triton.jit
@@ -31,14 +59,14 @@ def sampled_bound(
     position = tile.positions(SAMPLES)
     run = position // RUN
     stride = length // (SAMPLES // RUN)
-    scores = tl.load(source + run * stride + sample.jitter(run, stride - RUN + 1) + position % RUN)
+    scores = tl.load(source + run * stride + jitter(run, stride - RUN + 1) + position % RUN)
     zero = tl.full([], 0, tl.int64)
     if THREADS > 0:
         keys = radix_select.descending_keys(scores, True)
-        limit, everything = sample.bound(smem, keys, SAMPLES, num_candidates, length, THREADS)
+        limit, everything = bound_by(smem, keys, SAMPLES, num_candidates, length, THREADS)
         return zero, limit, everything
     else:
-        share, most = sample.share_of(SAMPLES, num_candidates, length)
+        share, most = share_of(SAMPLES, num_candidates, length)
         key, at_cutoff, at_next = threshold_select.search(scores, zero, zero + 1, share, most)
         key = tl.where(key == -1, 0, key)  # -1 is the key of -0.0, which compares as 0.0
         LOWEST: tl.constexpr = threshold_select.LOWEST

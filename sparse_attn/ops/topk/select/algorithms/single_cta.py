@@ -7,16 +7,28 @@
    cutoff, and the first of those equal to it.
 
 The row is read once. Counting takes an atomic in shared memory for each score. So the kernel is bound by registers,
-which limit the CTAs on an SM, and by barriers. ``select_single_cta`` is also the kernel of single_cta_bf16.py, which
-needs half the registers.
+which limit the CTAs on an SM, and by barriers.
+
+With bf16 keys (BF16_CHUNK) the CTA holds the row as bf16, two scores to a register. Only scores that share the bf16 of
+the k-th are read again.
+
+1. Load the row and truncate it to bf16.
+2. Find the row's highest score. Count 2048 digits from there on in a histogram in shared memory, and find the k-th's
+   bin. Where the k-th lies behind all of them, count again, in two digits.
+3. Mark the slots above that bf16, and those equal to it.
+4. Where more slots are equal to it than are needed, read their scores again. Up to one a thread are listed and ranked
+   against each other. More are searched by further digits.
+5. Compact: marks to a bitmask, a scan of popcounts, then columns or cache slots to the output.
+
+This takes half the registers and a third of the instructions. It is bound by the barriers between steps and, for many
+rows, by the stores of step 5.
 """
 
 import triton
 import triton.language as tl
 
 from sparse_attn.device import histogram, pdl, ptx_io
-from sparse_attn.ops.topk.select.algorithms import single_cta_bf16
-from sparse_attn.ops.topk.select.primitives import compact, output, radix_select, threshold_select, tile
+from sparse_attn.ops.topk.select.primitives import bf16_select, compact, output, radix_select, threshold_select, tile
 
 BRANCHED = tl.constexpr(16384)  # slots from which on a far shorter row has code of its own
 
@@ -64,6 +76,27 @@ def search_and_mark(smem, keys, k, WINDOW_SHIFT: tl.constexpr, THREADS: tl.const
 
 
 @triton.jit
+def _select_row_bf16(
+    out, row_ptr, base, start, end, smem, output_map, k,
+    SLOTS: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr, COALESCED: tl.constexpr,
+    LATENCY_BOUND: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """select_row for a row held as bf16, of which CHUNK columns are read at once."""
+    first, length = start - base, end - base
+    chunks = bf16_select.load(row_ptr + base, first, length, length, SLOTS, CHUNK, ALIGNED)
+    least, last = bf16_select.first_window(chunks, k, LATENCY_BOUND, THREADS)
+    bitmask, count = bf16_select.select(
+        smem, (row_ptr + base,), chunks, first, length, least, last, k, output_map,
+        SLOTS, LATENCY_BOUND, CHUNK, ALIGNED, THREADS,
+    )  # fmt: skip
+    word_base = output.values(output_map, base - start + tl.arange(0, SLOTS // 32) * 32)
+    if COALESCED:
+        compact.store_bitmask_coalesced(out, smem, bitmask, word_base, count, output_map, SLOTS, THREADS)
+    else:
+        compact.store_bitmask(out, bitmask, word_base, count, output_map)
+
+
+@triton.jit
 def select_row(
     out, row_ptr, base, start, end, smem, output_map, k,
     SLOTS: tl.constexpr, ALIGNED: tl.constexpr, COALESCED: tl.constexpr, WINDOW_SHIFT: tl.constexpr,
@@ -71,7 +104,7 @@ def select_row(
 ):  # fmt: skip
     """Select in a row that ends at most SLOTS columns behind ``base``. select_single_cta describes the constants."""
     if BF16_CHUNK > 0:
-        single_cta_bf16.select_row(
+        _select_row_bf16(
             out, row_ptr, base, start, end, smem, output_map, k,
             SLOTS, BF16_CHUNK, ALIGNED, COALESCED, LATENCY_BOUND, THREADS,
         )  # fmt: skip

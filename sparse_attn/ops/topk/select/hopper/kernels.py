@@ -19,26 +19,81 @@ README.md has the trips, barriers, shared memory and registers.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sparse_attn.device import cluster, histogram
+from sparse_attn.device import cluster, histogram, packing, ptx_io
 from sparse_attn.device.bits import popcount
 from sparse_attn.device.hopper import barrier, launch_dependents, wait
-from sparse_attn.ops.topk.select.hopper import packed, ties
-from sparse_attn.ops.topk.select.hopper.search import MINUS_INF_KEY, add, clear, search
-from sparse_attn.ops.topk.select.hopper.smem import (
+from sparse_attn.ops.topk.select.hopper import ties
+from sparse_attn.ops.topk.select.hopper.search import (
     ANCHORED,
     BINS,
     GATHERED,
     HEARD,
+    MINUS_INF_KEY,
     MOST_TIES,
     NEWS,
     OWN_COUNTS,
     SCATTERED,
     TIED,
+    add,
+    clear,
+    search,
     words,
 )
 from sparse_attn.ops.topk.select.primitives import radix_select, set_bits
 
 EAGER_SLOTS = gl.constexpr(4096)  # a CTA's columns up to which it reads those behind the row's end rather than wait
+COUNT = gl.constexpr(packing.COUNT.value)
+
+
+# --- device/packing.py for a cluster a row: each CTA waits for the rows before, CTA 0 stores the bounds
+
+
+@gluon.jit
+def slots_of(blocks, columns, max_blocks, BLOCK_SIZE: gl.constexpr):
+    """The cache slots of ``columns``. Columns beyond the block table give any value."""
+    block_id = ptx_io.look_up(blocks, columns // BLOCK_SIZE, max_blocks)
+    return block_id * BLOCK_SIZE + columns % BLOCK_SIZE
+
+
+@gluon.jit
+def tell_later_rows(states, row, rows, count, LINE: gl.constexpr):
+    """As packing.tell_later_rows, of at most as many rows as threads; the compiler keeps what CTA 0 adds."""
+    later = row + 1 + gl.arange(0, 32, LINE)
+    told = count.to(gl.int64) + COUNT
+    gl.atomic_add(states + later, told + later.to(gl.int64) * 0, mask=later < rows, sem="relaxed")
+
+
+@gluon.jit
+def told_by_rows_before(states, row):
+    """As packing.told_by_rows_before."""
+    state = row * 0
+    while (state >> 32) < row:
+        state = gl.load(states + row, volatile=True)
+    return state & 0xFFFFFFFF
+
+
+@gluon.jit
+def store_bounds(indptr, row, rows, begin, count):
+    gl.store(indptr + row, begin.to(gl.int32))
+    if row == rows - 1:
+        gl.store(indptr + rows, (begin + count).to(gl.int32))
+
+
+@gluon.jit
+def unused(row, rows, begin, count, most):
+    """Behind all rows, the first of the places that this row leaves of its ``most``."""
+    return (rows.to(gl.int64) - row) * most + begin - (most - count)
+
+
+@gluon.jit
+def clear_places(out, first, end, LINE: gl.constexpr):
+    """-1 at out[first : end]."""
+    for at in range(first, end, 256):
+        place = at + gl.arange(0, 256, LINE)
+        gl.store(out + place, place * 0 - 1, mask=place < end)
+
+
+# --- the kernel
 
 
 @gluon.jit(do_not_specialize=["rows", "width", "k", "next_n", "max_blocks", "stride_logits_row"])
@@ -109,12 +164,12 @@ def select_cluster(
     keys = radix_select.descending_keys(scores, (column >= start - base) & (column < length))
     value = base - start + rank * SLOTS + thread * (4 * ROUNDS)  # what is stored for a thread's first column
     if block_table is not None:
-        value = packed.slots_of(block_table + row // next_n * stride_table_request, value, max_blocks, BLOCK_SIZE)
+        value = slots_of(block_table + row // next_n * stride_table_request, value, max_blocks, BLOCK_SIZE)
 
     at, shift, below, in_bin = search(smem, keys, k, rank, WINDOW_SHIFT, CTAS, THREADS)
     count = gl.minimum(below + in_bin, k)
     if block_table is not None:
-        packed.tell_later_rows(states, row.to(gl.int32), rows, count, LINE)
+        tell_later_rows(states, row.to(gl.int32), rows, count, LINE)
     all = below + in_bin <= k
     least = gl.where(at == -1, MINUS_INF_KEY, at + gl.where(all, 1 << shift, 0))
     span = gl.where(all, 0, 1 << shift)
@@ -141,15 +196,15 @@ def select_cluster(
     if block_table is None:
         begin = row * k
     else:
-        begin = packed.told_by_rows_before(states, row)
+        begin = told_by_rows_before(states, row)
         barrier()  # all warps know
         cluster.send(smem, NEWS + rank + thread * 0, HEARD, thread * 0, (thread == 0).to(gl.int32), thread)
     set_bits.store(out + begin, bits, position, value)
     if rank == 0:
         if block_table is None:
-            packed.clear(out + begin, count, k, LINE)
+            clear_places(out + begin, count, k, LINE)
         else:
-            packed.store_bounds(indptr, row, rows, begin, count)
-            packed.clear(out + packed.unused(row, rows, begin, count, k), 0, k - count, LINE)
+            store_bounds(indptr, row, rows, begin, count)
+            clear_places(out + unused(row, rows, begin, count, k), 0, k - count, LINE)
             cluster.await_bytes(smem, HEARD, rank * 0)
             gl.store(states + row, row * 0)

@@ -6,8 +6,7 @@ from triton.experimental.gluon import language as gl
 from sparse_attn.device import cluster, histogram
 from sparse_attn.device.bits import popcount
 from sparse_attn.device.hopper import barrier
-from sparse_attn.ops.topk.select.hopper.search import add, before
-from sparse_attn.ops.topk.select.hopper.smem import (
+from sparse_attn.ops.topk.select.hopper.search import (
     COLUMNS,
     COUNTS,
     EARLIER,
@@ -20,6 +19,8 @@ from sparse_attn.ops.topk.select.hopper.smem import (
     OWN_TIES,
     TIED,
     TIES,
+    add,
+    before,
 )
 
 # Of keys $4 to $7, of columns $8 to $11: marks, which go to byte $12 and to $0. Those below $16 are above, those less
