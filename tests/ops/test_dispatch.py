@@ -11,7 +11,7 @@ from support.topk import ranges, scores
 
 from sparse_attn.framework import dispatch
 from sparse_attn.framework.dispatch import YES, Choice, Kernel, no, slower
-from sparse_attn.framework.target import CPU, Target, target_of
+from sparse_attn.framework.target import CPU, H200, Target, target_of
 from sparse_attn.ops.topk.select import dispatch as topk
 from sparse_attn.ops.topk.select import reference, top_k_per_row
 from sparse_attn.ops.topk.select.plan import Problem
@@ -88,6 +88,38 @@ WHY = (
     ("sm_100", Problem(4096, 131072, 512, group_maxima=True)),
     ("gfx942", Problem(4096, 131072, 7000)),
 )
+
+
+PAGE = [[cell.strip() for cell in line.split("|")] for line in topk.__doc__.splitlines() if re.match(r" *\d+ \|", line)]
+SMS = H200.num_sms
+
+
+def test_the_page_of_selections_lists_all_in_the_order_of_their_numbers():
+    assert sorted(line[0] for line in PAGE) == sorted(str(number + 1) for number in range(len(topk.KERNELS)))
+    assert [topk.KERNELS[int(number) - 1].name for number, *_ in PAGE] == [name for _, name, *_ in PAGE]
+
+
+@pytest.mark.parametrize("line", PAGE, ids=lambda line: line[1])
+def test_a_selection_takes_what_the_page_says(line):
+    """Each limit, one beyond it, and the least size that is not slower."""
+    _, name, on, columns, rows, k = line
+    supports = topk.dispatch.find(topk.KERNELS, name).supports
+    rows = rows.replace("to 1 an SM", f"to {SMS}").replace("above 2 an SM", f"from {2 * SMS + 1}")
+    width = re.search(r"to (\d+)", columns)
+    fits = Problem({"appended": 32, "multi_pass": 1000}.get(name, 2), int(width[1]) if width else 1 << 20, 512, True)
+    for target, facts in TARGETS.items():
+        fitting = {"any": True, "NVIDIA": target.startswith("sm_"), "sm_90": target == "sm_90"}[on]
+        assert supports(fits, facts).able == fitting
+    assert supports(fits, H200).ok
+    for field, text in (("width", columns), ("rows", rows), ("k", k)):
+        for word, beyond in ((r"(\d+) to", -1), (r"to (\d+)", 1)):
+            for size in re.findall(word, text):
+                assert supports(fits._replace(**{field: int(size)}), H200).able
+                assert not supports(fits._replace(**{field: int(size) + beyond}), H200).able
+        for size in re.findall(r"faster from (\d+)", text):
+            assert supports(fits._replace(**{field: int(size)}), H200).ok
+            slow = supports(fits._replace(**{field: int(size) - 1}), H200)
+            assert slow.able and not slow.ok
 
 
 def test_why_other_selections_are_passed_over():
