@@ -68,11 +68,22 @@ class Selection(NamedTuple):
     def aligned(self) -> bool:
         return is_aligned(self.logits)
 
-    def strides(self, aligned: bool) -> tuple[int, int, int]:
+    @property
+    def inputs(self) -> tuple[torch.Tensor | None, ...]:
+        return self[:4]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(rows, width, k)"""
+        rows, width = self.logits.shape
+        return rows, width, self.k
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
         """Strides of logits (in fours where ``aligned``), of row_starts and of row_ends."""
         stride = self.logits.stride(0)
         starts, ends = (0 if limit is None else limit.stride(0) for limit in (self.row_starts, self.row_ends))
-        return stride // 4 if aligned else stride, starts, ends
+        return stride // 4 if self.aligned else stride, starts, ends
 
     @property
     def output_map(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
@@ -80,12 +91,16 @@ class Selection(NamedTuple):
         return (None, None, None) if self.slots is None else self.slots[:3]
 
     @property
-    def paging(self) -> tuple[int, int, int, int]:
-        """(next_n, max_blocks, stride of the block table, block size)"""
+    def paging(self) -> tuple[int, int, int]:
+        """(next_n, max_blocks, stride of the block table)"""
         if self.slots is None:
-            return 1, 0, 0, 1
+            return 1, 0, 0
         table = self.slots.block_table
-        return self.slots.next_n, table.shape[1], table.stride(0), self.slots.block_size
+        return self.slots.next_n, table.shape[1], table.stride(0)
+
+    @property
+    def block_size(self) -> int:
+        return 1 if self.slots is None else self.slots.block_size
 
 
 class Bound(NamedTuple):
@@ -100,11 +115,13 @@ class Bound(NamedTuple):
 class Plan:
     """What a launcher or a fused operator asks of every plan.
 
-    smem_words: shared memory behind the histogram. reads_group_maxima: whether the kernel that computes scores also
+    search: by digits counted in shared memory, or by thresholds. smem_words: shared memory behind the histogram. reads_group_maxima: whether the kernel that computes scores also
     stores group maxima, in the plan's scratch. starts_early: whether CTAs should start before their scores are there
     (programmatic dependent launch); None: only where the scores will be there soon.
     """
 
+    num_warps: int
+    search: str = RADIX
     scratch = Scratch()
     smem_words = 0
     reads_group_maxima = False
