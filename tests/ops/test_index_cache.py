@@ -268,20 +268,18 @@ def test_opcheck_kernel(device):
 
 @pytest.mark.aot
 def test_kernels_on_hopper():
-    from sparse_attn.framework.target import H200
-    from sparse_attn.ops.indexer.keys import config, kernels
+    from sparse_attn.ops.indexer.keys import kernels, launch
     from sparse_attn.testing.aot import compile_kernel
 
-    chosen = config.config(H200)
     scalars = ("capacity", "requests", "max_blocks", "num_blocks", "block_size")
     scalars += ("stride_cache_block", "stride_table_request")
     gather = compile_kernel(
         kernels.gather_keys,
         dict(cache="*u8", block_table="*i32", kv_indptr="*i32", keys="*u8", scales="*fp32")
         | dict.fromkeys(scalars, "i32"),
-        dict(D=128, RECORD=128, PAD_D=128, FP8=True, SCALES=0, ROWS=chosen.gather_rows),
+        dict(D=128, RECORD=128, PAD_D=128, FP8=True, SCALES=0, ROWS=launch.GATHER_ROWS),
         aligned=("stride_cache_block",),
-        num_warps=chosen.num_warps,
+        num_warps=launch.NUM_WARPS,
     )
     assert gather.spill_bytes == 0 and gather.count(r"LDG\.E\.128") and gather.count(r"STG\.E\.128")
     scalars = ("tokens", "num_slots", "block_size", "stride_k_token", "stride_slot_token", "stride_cache_block")
@@ -289,8 +287,8 @@ def test_kernels_on_hopper():
         kernels.insert_keys,
         dict(k="*bf16", cache="*u8", slot_mapping="*i64") | dict.fromkeys(scalars, "i32"),
         dict(D=128, RECORD=128, PAD_D=128, FP8=True, MXFP4=False, FNUZ=False, POW2=True)
-        | dict(FP8_MAX=448.0, AMAX_FLOOR=1e-4, TOKENS=chosen.write_tokens),
-        num_warps=chosen.num_warps,
+        | dict(FP8_MAX=448.0, AMAX_FLOOR=1e-4, TOKENS=launch.WRITE_TOKENS),
+        num_warps=launch.NUM_WARPS,
         enable_fp_fusion=False,
     )
     assert insert.spill_bytes == 0

@@ -9,7 +9,11 @@ from sparse_attn.device import pdl
 from sparse_attn.fp8 import FP8_MAX
 from sparse_attn.framework.target import target_of
 from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexFp8Layout, IndexMxfp4Layout, parse_layout, row_stride
-from sparse_attn.ops.indexer.keys import config, kernels, shapes
+from sparse_attn.ops.indexer.keys import kernels
+from sparse_attn.ops.indexer.keys.fake import allocate_keys
+
+WRITE_TOKENS, GATHER_ROWS = 4, 32  # of a program
+NUM_WARPS = 4
 
 
 def indexer_k_quant_and_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout: str) -> None:
@@ -18,9 +22,7 @@ def indexer_k_quant_and_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping
     tokens = slot_mapping.shape[0]
     if tokens == 0 or cache.shape[0] == 0:
         return
-    target = target_of(k.device)
-    launch = config.config(target)
-    kernels.insert_keys[(triton.cdiv(tokens, launch.write_tokens),)](
+    kernels.insert_keys[(triton.cdiv(tokens, WRITE_TOKENS),)](
         k,
         cache,
         slot_mapping,
@@ -39,10 +41,10 @@ def indexer_k_quant_and_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping
         POW2=fp8 and kind.scale_rule == "pow2",
         FP8_MAX=FP8_MAX[kind.flavour] if fp8 else 0.0,
         AMAX_FLOOR=INDEX_AMAX_FLOOR,
-        TOKENS=launch.write_tokens,
-        num_warps=launch.num_warps,
+        TOKENS=WRITE_TOKENS,
+        num_warps=NUM_WARPS,
         enable_fp_fusion=False,
-        **pdl.launched(target),
+        **pdl.launched(target_of(k.device)),
     )
 
 
@@ -50,14 +52,12 @@ def gather_indexer_k(
     cache: torch.Tensor, block_table: torch.Tensor, kv_indptr: torch.Tensor, capacity: int, layout: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     kind = parse_layout(layout)
-    keys, scales = shapes.allocate_keys(cache, capacity, layout)
+    keys, scales = allocate_keys(cache, capacity, layout)
     if capacity == 0:
         return keys, scales
     if block_table.shape[0] == 0:
         return keys.zero_(), scales.zero_()
-    target = target_of(cache.device)
-    launch = config.config(target)
-    kernels.gather_keys[(triton.cdiv(capacity, launch.gather_rows),)](
+    kernels.gather_keys[(triton.cdiv(capacity, GATHER_ROWS),)](
         cache,
         block_table,
         kv_indptr,
@@ -75,8 +75,8 @@ def gather_indexer_k(
         PAD_D=triton.next_power_of_2(keys.shape[1]),
         FP8=isinstance(kind, IndexFp8Layout),
         SCALES=kind.groups if isinstance(kind, IndexMxfp4Layout) else 0,
-        ROWS=launch.gather_rows,
-        num_warps=launch.num_warps,
-        **pdl.launched(target),
+        ROWS=GATHER_ROWS,
+        num_warps=NUM_WARPS,
+        **pdl.launched(target_of(cache.device)),
     )
     return keys, scales

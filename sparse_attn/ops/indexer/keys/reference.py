@@ -1,11 +1,12 @@
-"""The oracle: the layout's own encode and decode at the valid slots."""
+"""The oracle: the layout's own encode and decode at the valid slots; and what debug mode asks of values."""
 
 from __future__ import annotations
 
 import torch
 
+from sparse_attn.framework import debug
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, parse_layout
-from sparse_attn.ops.indexer.keys.shapes import allocate_keys
+from sparse_attn.ops.indexer.keys.fake import allocate_keys
 
 INT32_MAX = 2**31 - 1
 
@@ -14,6 +15,10 @@ def indexer_k_quant_and_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping
     slot_mapping = slot_mapping.long()
     written = (slot_mapping >= 0) & (slot_mapping < cache.shape[0] * cache.shape[1])
     parse_layout(layout).encode(cache, slot_mapping[written], k[: slot_mapping.shape[0]][written])
+
+
+def write_rules(cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    debug.slots("slot_mapping", slot_mapping, cache)
 
 
 def gather_indexer_k(
@@ -27,6 +32,10 @@ def gather_indexer_k(
     else:
         keys[known] = kind.decode(cache, slots[known]).to(cache.dtype)
     return keys, scales
+
+
+def gather_rules(cache: torch.Tensor, block_table: torch.Tensor, kv_indptr: torch.Tensor, capacity: int) -> None:
+    debug.gathered(cache, block_table, kv_indptr, None, capacity)
 
 
 def gathered_slots(

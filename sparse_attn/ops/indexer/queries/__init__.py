@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.framework import checks
+from sparse_attn.framework.registration import define_op
 from sparse_attn.layout import IndexFp8Layout, IndexLayout, IndexMxfp4Layout, PlainLayout
-from sparse_attn.ops.indexer.queries import op
+from sparse_attn.ops.indexer.queries import fake, reference
 from sparse_attn.ops.indexer.queries.reference import hadamard_transform
 from sparse_attn.ops.layers.rope.reference import check_rope
 from sparse_attn.types import QuantisedQuery
@@ -14,6 +15,24 @@ from sparse_attn.types import QuantisedQuery
 __all__ = ["hadamard_transform", "indexer_q_rope_quant"]
 
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_GUARD = checks.Guard()
+
+
+def _launchers():
+    from sparse_attn.ops.indexer.queries import launch
+
+    return launch
+
+
+_indexer_q_rope_quant = define_op(
+    "indexer_q_rope_quant",
+    "(Tensor q, Tensor weights, Tensor positions, Tensor cos_sin, int start, bool interleaved, bool hadamard, "
+    "float weight_scale, str layout, str impl) -> (Tensor, Tensor)",
+    fake=fake.indexer_q_rope_quant,
+    reference=reference.indexer_q_rope_quant,
+    rules=reference.rules,
+    launch=lambda: _launchers().indexer_q_rope_quant,
+)
 
 
 def indexer_q_rope_quant(
@@ -49,21 +68,25 @@ def indexer_q_rope_quant(
     ValueError for wrong dtypes, shapes, devices, a slice that does not fit, or a layout of another dim.
     Source: vLLM 0.25's fused indexer query op and DeepSeek's rotate_activation.
     """
-    checks.check_dtype("q", q, VALUE_DTYPES)
-    checks.check_rank("q", q, 3)
-    tokens, heads, dim = q.shape
-    checks.check_dtype("weights", weights, VALUE_DTYPES)
-    checks.check_shape("weights", weights, (tokens, heads), "[tokens, index_heads]")
-    checks.check_same_device(q=q, weights=weights)
-    check_rope("q", q, positions, cos_sin, start)
-    if not isinstance(layout, (IndexFp8Layout, IndexMxfp4Layout, PlainLayout)):
-        raise TypeError(f"layout: got {type(layout).__name__}, allowed: IndexFp8Layout, IndexMxfp4Layout, PlainLayout")
-    if layout.dim != dim:
-        raise ValueError(f"layout: got dim {layout.dim} ({layout.name}), allowed: {dim}, that of q")
-    if hadamard and dim & (dim - 1):
-        raise ValueError(f"hadamard: got True with dim {dim}, allowed: powers of two")
+    if new := _GUARD.new(q, weights, positions, cos_sin, start, hadamard, layout):
+        checks.check_dtype("q", q, VALUE_DTYPES)
+        checks.check_rank("q", q, 3)
+        tokens, heads, dim = q.shape
+        checks.check_dtype("weights", weights, VALUE_DTYPES)
+        checks.check_shape("weights", weights, (tokens, heads), "[tokens, index_heads]")
+        checks.check_same_device(q=q, weights=weights)
+        check_rope("q", q, positions, cos_sin, start)
+        if not isinstance(layout, (IndexFp8Layout, IndexMxfp4Layout, PlainLayout)):
+            raise TypeError(
+                f"layout: got {type(layout).__name__}, allowed: IndexFp8Layout, IndexMxfp4Layout, PlainLayout"
+            )
+        if layout.dim != dim:
+            raise ValueError(f"layout: got dim {layout.dim} ({layout.name}), allowed: {dim}, that of q")
+        if hadamard and dim & (dim - 1):
+            raise ValueError(f"hadamard: got True with dim {dim}, allowed: powers of two")
+        _GUARD.passed(new)
     return QuantisedQuery(
-        *op.indexer_q_rope_quant(
+        *_indexer_q_rope_quant(
             q, weights, positions, cos_sin, start, interleaved, hadamard, weight_scale, layout.name, impl
         )
     )

@@ -8,7 +8,8 @@ from sparse_attn.device import grid, pdl
 from sparse_attn.fp8 import FP8_MAX
 from sparse_attn.framework.target import target_of
 from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexFp8Layout, IndexMxfp4Layout, parse_layout
-from sparse_attn.ops.indexer.queries import config, kernels, shapes
+from sparse_attn.ops.indexer.queries import kernels
+from sparse_attn.ops.indexer.queries.fake import allocate_query
 
 
 def indexer_q_rope_quant(
@@ -23,15 +24,15 @@ def indexer_q_rope_quant(
     layout: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, dim = q.shape
-    query, folded = shapes.allocate_query(q, layout)
+    query, folded = allocate_query(q, layout)
     if tokens == 0 or heads == 0:
         return query, folded
     form = parse_layout(layout)
     quantise = isinstance(form, IndexFp8Layout)
     target = target_of(q.device)
-    launch = config.config(heads, dim, target)
-    grid.check("q heads", heads, launch.heads)
-    kernels.indexer_q_rope_quant[(tokens, -(-heads // launch.heads))](
+    block, padded = grid.block_of_heads(heads, dim)
+    grid.check("q heads", heads, block)
+    kernels.indexer_q_rope_quant[(tokens, -(-heads // block))](
         q,
         weights,
         positions,
@@ -60,10 +61,10 @@ def indexer_q_rope_quant(
         MXFP4=isinstance(form, IndexMxfp4Layout),
         POW2=quantise and form.scale_rule == "pow2",
         FNUZ=quantise and form.flavour == "e4m3fnuz",
-        BLOCK_HEADS=launch.heads,
-        DIM_PADDED=launch.dim,
-        STAGES=launch.dim.bit_length() - 1,
-        num_warps=launch.num_warps,
+        BLOCK_HEADS=block,
+        DIM_PADDED=padded,
+        STAGES=padded.bit_length() - 1,
+        num_warps=4,
         enable_fp_fusion=False,
         **pdl.launched(target),
     )

@@ -1,13 +1,13 @@
-"""The oracle: rotate, round, transform, round, quantise, fold."""
+"""The oracle: rotate, round, transform, round, quantise, fold; and what debug mode asks of its values."""
 
 from __future__ import annotations
 
 import torch
 
 from sparse_attn.fp8 import fp8_quantise
-from sparse_attn.framework import checks
+from sparse_attn.framework import checks, debug
 from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexMxfp4Layout, PlainLayout, parse_layout
-from sparse_attn.ops.indexer.queries.shapes import allocate_query
+from sparse_attn.ops.indexer.queries.fake import allocate_query
 from sparse_attn.ops.layers.rope.reference import apply_rope
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -40,6 +40,10 @@ def indexer_q_rope_quant(
         query, scales = fp8_quantise(values, form.flavour, form.scale_rule, INDEX_AMAX_FLOOR)
         folded = folded * scales
     return query.contiguous(), torch.where(live, folded, 0.0).contiguous()
+
+
+def rules(positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    debug.places("positions", positions, cos_sin.shape[0], "rows of cos_sin")
 
 
 def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
