@@ -242,14 +242,14 @@ def _bytes_named(indices: torch.Tensor, slots: int, row_bytes: int) -> int:
 
 
 def _mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour) -> Question:
-    problem = scoring.prefill_problem(q, k, k_scale, weights, kv_start, kv_end, flavour)
+    problem = scoring.prefill_problem(q, k, k_scale, weights, flavour)
     pairs = q.shape[0] * k.shape[0]
     work = roofline.scores(_query_shape(q, problem), pairs, _key_bytes(k, k_scale), _value_bytes(q, problem))
     return Question(scoring.PREFILL_KERNELS, scoring.choose_prefill, problem if pairs else None, work)
 
 
 def _paged_mqa_logits(q, cache, weights, context_lens, block_table, max_context_len, layout) -> Question:
-    problem = scoring.paged_problem(q, cache, weights, context_lens, block_table, max_context_len, layout)
+    problem = scoring.paged_problem(q, cache, max_context_len, layout)
     pairs = context_lens.numel() * max_context_len
     work = roofline.scores(
         _query_shape(q, problem), pairs, _cached_bytes(q, cache, max_context_len), _value_bytes(q, problem)

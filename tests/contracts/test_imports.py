@@ -35,7 +35,7 @@ FLOORS = {
 # and references may know of it (BASE), one file of kernels where one is enough, launchers, and other host code (op,
 # dispatch, plan, config, ...). In a folder (portable, hopper, algorithms, primitives, ...): kernels, but for
 # launch.py and config.py.
-BASE = ("shapes", "fake", "reference", "debug")
+BASE = ("fake", "shapes", "reference", "debug")
 KINDS = {"base": 1.5, "kernel": 1.5, "host": 2, "launch": 2, "contract": 3}  # floors
 # Files that have no folder yet: they leave this table with it.
 UNSORTED = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.index_logits import prefill_problem_of
 
 from sparse_attn.device import grid
 from sparse_attn.layout import IndexFp8Layout
@@ -51,7 +52,7 @@ def test_rows_of_few_keys_take_several_launches(rows, keys, dtype, launches, mon
     q, k = empty(rows, 3, 32, dtype=dtype), empty(keys, 32, dtype=dtype)
     weights, start, end = empty(rows, 3), empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int32)
     arguments, out = (q, k, None, weights, start, end, "none"), empty(rows, keys)
-    choice = dispatch.choose_prefill(dispatch.prefill_problem(*arguments), TARGETS["sm_80"])
+    choice = dispatch.choose_prefill(prefill_problem_of(*arguments), TARGETS["sm_80"])
     choice.kernel.launcher(Prefill(*arguments, out), choice.plan)
     assert len(spy.launches) == launches
     done = 0

@@ -8,7 +8,7 @@ from conftest import big
 from expecttest import assert_expected_inline
 from support.caches import poisoned_cache
 from support.extremes import INT_MAX, INT_MIN
-from support.index_logits import check_highest
+from support.index_logits import check_highest, paged_problem_of
 from support.index_topk import mxfp4_query
 
 from sparse_attn.fp8 import fp8_decode, fp8_quantise
@@ -351,7 +351,7 @@ def test_paged_kernel_gives_the_highest_of_groups(device):
             q = q.view(torch.uint8)
         for width in (155, 64):
             arguments = (q, cache, weights, limits, table, width)
-            problem = dispatch.paged_problem(*arguments, layout.name)
+            problem = paged_problem_of(*arguments, layout.name)
             kernel, plan, _ = dispatch.choose_paged(problem, target_of(torch.device(device)))
 
             def launch(out, maxima, group):

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from support.extremes import INT_MAX, INT_MIN
-from support.index_logits import prefill_arguments, prefill_problem
+from support.index_logits import prefill_arguments, prefill_problem, prefill_problem_of
 from support.index_topk import mxfp4_query
 
 from sparse_attn import workspace
@@ -159,7 +159,7 @@ def test_same_bits(bounds, heads):
         for kind in ("near nan", "far", "far heads nan"):
             inputs = case(rows, keys, heads, kind, bounds)
             call = Prefill(*(x.cuda() for x in inputs), "mxfp4", torch.empty(0), rows != 301)
-            plain = dispatch.choose_prefill(dispatch.prefill_problem(*call[:7])._replace(rows=1), H200, NAME).plan
+            plain = dispatch.choose_prefill(prefill_problem_of(*call[:7])._replace(rows=1), H200, NAME).plan
             decoded = HopperDecodedPlan(plain.block_q, plain.ctas, keys=keys)
             scratch = [torch.full(b.shape, 77, dtype=b.dtype, device="cuda") for b in decoded.scratch.buffers]
             outs = []

@@ -7,7 +7,16 @@ import re
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from support.index_logits import U8, meta, paged_arguments, paged_problem, prefill_arguments, prefill_problem
+from support.index_logits import (
+    U8,
+    meta,
+    paged_arguments,
+    paged_problem,
+    paged_problem_of,
+    prefill_arguments,
+    prefill_problem,
+    prefill_problem_of,
+)
 
 from sparse_attn import fp8_mqa_logits, fp8_paged_mqa_logits
 from sparse_attn.framework.target import CPU, target_of
@@ -23,12 +32,12 @@ SM_90 = TARGETS["sm_90"]
 def prefill_of(**others):
     """Of a call in which some arguments are others."""
     names = ("q", "k", "k_scale", "weights", "kv_start", "kv_end", "flavour")
-    return dispatch.prefill_problem(**dict(zip(names, prefill_arguments())) | others)
+    return prefill_problem_of(**dict(zip(names, prefill_arguments())) | others)
 
 
 def paged_of(**others):
     names = ("q", "cache", "weights", "context_lens", "block_table", "max_context_len", "layout")
-    return dispatch.paged_problem(**dict(zip(names, paged_arguments())) | others)
+    return paged_problem_of(**dict(zip(names, paged_arguments())) | others)
 
 
 def behind_a_line(memory):
@@ -160,11 +169,11 @@ def test_kernels_have_their_launchers():
 
 def test_rows_scored_at_a_time_are_what_is_launched():
     """A fused op takes some of a call's rows at once."""
-    whole, some = prefill_problem(4096, 131072), dispatch.prefill_problem(*prefill_arguments(4096, 131072), rows=8)
+    whole, some = prefill_problem(4096, 131072), prefill_problem_of(*prefill_arguments(4096, 131072), rows=8)
     assert whole._replace(rows=8) == some
     target = TARGETS["sm_80"]
     assert [dispatch.choose_prefill(problem, target).plan.block_q for problem in (whole, some)] == [64, 8]
-    whole, some = paged_problem(64), dispatch.paged_problem(*paged_arguments(64), requests=1)
+    whole, some = paged_problem(64), paged_problem_of(*paged_arguments(64), requests=1)
     assert whole._replace(requests=1) == some
     assert dispatch.choose_paged(some, target).plan.ctas_per_block == 79  # as many as there are tiles
 

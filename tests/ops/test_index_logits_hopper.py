@@ -7,7 +7,15 @@ import pytest
 import torch
 from support.caches import poisoned_cache
 from support.extremes import INT_MAX, INT_MIN
-from support.index_logits import check_highest, paged_arguments, paged_problem, prefill_arguments, prefill_problem
+from support.index_logits import (
+    check_highest,
+    paged_arguments,
+    paged_problem,
+    paged_problem_of,
+    prefill_arguments,
+    prefill_problem,
+    prefill_problem_of,
+)
 
 from sparse_attn import IndexFp8Layout
 from sparse_attn.device.triton_private import VERSION
@@ -91,13 +99,13 @@ def test_compiles_for_hopper(next_n):
 def prefill(call):
     from sparse_attn.ops.indexer.scores.hopper import launch
 
-    launch.prefill(call, dispatch.choose_prefill(dispatch.prefill_problem(*call[:7]), H200, "hopper.prefill").plan)
+    launch.prefill(call, dispatch.choose_prefill(prefill_problem_of(*call[:7]), H200, "hopper.prefill").plan)
 
 
 def paged(call):
     from sparse_attn.ops.indexer.scores.hopper import launch
 
-    problem = dispatch.paged_problem(*call[:6], LAYOUT.name)
+    problem = paged_problem_of(*call[:6], LAYOUT.name)
     launch.paged(call, dispatch.choose_paged(problem, H200, "hopper.paged").plan)
 
 
@@ -319,7 +327,7 @@ def test_what_tma_cannot_copy_takes_the_portable_kernel():
     out = torch.empty(2, 50, 300, device="cuda")
     for name, some, to in zip(("portable", "hopper.prefill"), (weights, weights.contiguous()), out):
         arguments = (q, k, k_scale, some, start, end, "e4m3fn")
-        kernel, plan, _ = dispatch.choose_prefill(dispatch.prefill_problem(*arguments), H200)
+        kernel, plan, _ = dispatch.choose_prefill(prefill_problem_of(*arguments), H200)
         assert kernel.name == name
         kernel.launcher(Prefill(*arguments, to), plan)
     assert_same_diff(out[0], out[1])

@@ -7,7 +7,14 @@ import pytest
 import torch
 from support.caches import poisoned_cache
 from support.extremes import INT_MAX, INT_MIN
-from support.index_logits import check_highest, paged_arguments, paged_problem, prefill_problem
+from support.index_logits import (
+    check_highest,
+    paged_arguments,
+    paged_problem,
+    paged_problem_of,
+    prefill_problem,
+    prefill_problem_of,
+)
 from support.index_topk import mxfp4_query
 
 from sparse_attn import IndexMxfp4Layout
@@ -121,14 +128,14 @@ def test_compiles_with_the_highest_of_groups():
 def paged(call):
     from sparse_attn.ops.indexer.scores.hopper import launch
 
-    problem = dispatch.paged_problem(*call[:6], LAYOUT.name)
+    problem = paged_problem_of(*call[:6], LAYOUT.name)
     launch.score_paged_mxfp4(call, dispatch.choose_paged(problem, H200, NAME).plan)
 
 
 def prefill(call):
     from sparse_attn.ops.indexer.scores.hopper import launch
 
-    launch.score_prefill_mxfp4(call, dispatch.choose_prefill(dispatch.prefill_problem(*call[:7]), H200, PREFILL).plan)
+    launch.score_prefill_mxfp4(call, dispatch.choose_prefill(prefill_problem_of(*call[:7]), H200, PREFILL).plan)
 
 
 def values(kind, *shape):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.caches import poisoned_cache
 from support.extremes import INT_MAX, INT_MIN
+from support.index_logits import paged_problem_of, prefill_problem_of
 from support.index_topk import mxfp4_query
 from support.ptx.run import execute
 
@@ -79,7 +80,7 @@ def paged(layout, lens, heads, width, *, far=0.0, nan=False, ctas=2, seed=0):
         if mxfp4
         else (paged, launch.paged, "hopper.paged")
     )
-    plan = dispatch.choose_paged(dispatch.paged_problem(*call[:6], layout.name), H200, name).plan
+    plan = dispatch.choose_paged(paged_problem_of(*call[:6], layout.name), H200, name).plan
     execute(module, "paged_mqa_logits", lambda: start(call, replace(plan, ctas=ctas)), seed)
     assert (memory[-1] == DIRT).all() and (memory[:, width:] == DIRT).all()
     inside = torch.arange(width) < context_lens.flatten()[:, None]
@@ -143,7 +144,7 @@ def rows_case(heads, far, decoded):
     memory = torch.full((rows + 1, keys + 5), DIRT)
     inputs = mxfp4_query(q), *mxfp4_quantise(k), torch.randn(rows, heads), start, end
     call = Prefill(*inputs, "mxfp4", memory[:-1, :keys], False)
-    plan = dispatch.choose_prefill(dispatch.prefill_problem(*call[:7]), H200, "hopper.prefill_mxfp4").plan
+    plan = dispatch.choose_prefill(prefill_problem_of(*call[:7]), H200, "hopper.prefill_mxfp4").plan
     plan = HopperDecodedPlan(plan.block_q, 2, keys=keys) if decoded else replace(plan, ctas=2)
     call = call._replace(scratch=[torch.full(b.shape, 77, dtype=b.dtype) for b in plan.scratch.buffers])
     kernels = ((decode_mxfp4, "decode_keys"), (prefill_decoded, "mqa_logits"), (prefill_mxfp4, "mqa_logits"))

@@ -48,11 +48,20 @@ def paged_arguments(
 
 
 def prefill_problem(*sizes, **others):
-    return dispatch.prefill_problem(*prefill_arguments(*sizes, **others))
+    return prefill_problem_of(*prefill_arguments(*sizes, **others))
 
 
 def paged_problem(*sizes, **others):
-    return dispatch.paged_problem(*paged_arguments(*sizes, **others))
+    return paged_problem_of(*paged_arguments(*sizes, **others))
+
+
+def prefill_problem_of(q, k, k_scale, weights, kv_start, kv_end, flavour, **scored):
+    """Of all that mqa_logits takes."""
+    return dispatch.prefill_problem(q, k, k_scale, weights, flavour, **scored)
+
+
+def paged_problem_of(q, cache, weights, context_lens, block_table, max_context_len, layout, **scored):
+    return dispatch.paged_problem(q, cache, max_context_len, layout, **scored)
 
 
 def check_highest(launch, rows, width, limits, device):

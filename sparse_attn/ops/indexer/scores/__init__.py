@@ -8,17 +8,49 @@ paged_mqa_logits compute it. One row's logit of one key has the same bits whatev
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sparse_attn.cache import check_cache, check_heads_together, check_mxfp4_keys
 from sparse_attn.fp8 import FP8_DTYPE
 from sparse_attn.framework import checks
-from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout, query_row
+from sparse_attn.framework.registration import define_op
+from sparse_attn.layout import IndexFp8Layout, IndexLayout, IndexMxfp4Layout, PlainLayout, query_row
 from sparse_attn.mxfp4 import MXFP4
-from sparse_attn.ops.indexer.scores import op
+from sparse_attn.ops.indexer.scores import dispatch, fake, reference
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEADS = 128
+_ROWS, _PAGED = checks.Guard(), checks.Guard()
+
+
+def _launchers():
+    from sparse_attn.ops.indexer.scores import launch
+
+    return launch
+
+
+_mqa_logits = define_op(
+    "mqa_logits",
+    "(Tensor q, Tensor k, Tensor? k_scale, Tensor weights, Tensor kv_start, Tensor kv_end, str flavour, str impl)"
+    " -> Tensor",
+    fake=fake.mqa_logits,
+    reference=reference.mqa_logits,
+    rules=reference.rules,
+    launch=lambda: _launchers().mqa_logits,
+    kernels=dispatch.PREFILL_KERNELS,
+)
+_paged_mqa_logits = define_op(
+    "paged_mqa_logits",
+    "(Tensor q, Tensor cache, Tensor weights, Tensor context_lens, Tensor block_table, SymInt max_context_len, "
+    "str layout, str impl) -> Tensor",
+    fake=fake.paged_mqa_logits,
+    reference=reference.paged_mqa_logits,
+    rules=reference.paged_rules,
+    launch=lambda: _launchers().paged_mqa_logits,
+    kernels=dispatch.PAGED_KERNELS,
+)
 
 
 def fp8_mqa_logits(
@@ -39,14 +71,7 @@ def fp8_mqa_logits(
     [kv_start[m], kv_end[m]) clamped to [0, keys]. Returns fp32 [rows, keys].
     """
     checks.check_choice("flavour", flavour, tuple(FP8_DTYPE))
-    for name, value in (("q", q), ("k", k)):
-        checks.check_dtype(name, value, (torch.uint8, FP8_DTYPE[flavour]))
-    checks.check_rank("k", k, 2)
-    checks.check_dtype("k_scale", k_scale, (torch.float32,))
-    checks.check_shape("k_scale", k_scale, (k.shape[0],), "[keys]")
-    _check_rows(q, k, weights, kv_start, kv_end)
-    checks.check_same_device(q=q, k=k, k_scale=k_scale)
-    return op.mqa_logits(q.view(torch.uint8), k.view(torch.uint8), k_scale, weights, kv_start, kv_end, flavour, impl)
+    return _score_rows(flavour, impl, q, k, k_scale, weights, kv_start, kv_end)
 
 
 def bf16_mqa_logits(
@@ -59,10 +84,7 @@ def bf16_mqa_logits(
     impl: str = "auto",
 ) -> torch.Tensor:
     """As fp8_mqa_logits over unquantised keys: q and k of one dtype, bf16, fp16 or fp32, and no k_scale."""
-    checks.check_dtype("q", q, FLOATS)
-    checks.check_dtype("k", k, (q.dtype,))
-    _check_rows(q, k, weights, kv_start, kv_end)
-    return op.mqa_logits(q, k, None, weights, kv_start, kv_end, "none", impl)
+    return _score_rows("none", impl, q, k, None, weights, kv_start, kv_end)
 
 
 def mxfp4_mqa_logits(
@@ -81,9 +103,7 @@ def mxfp4_mqa_logits(
     indexer_q_rope_quant gives them. k: uint8 [keys, dim / 2] and k_scale: ue8m0 bytes [keys, dim / 32], as
     gather_indexer_k does. dim: a multiple of 32. The scores are those of the decoded values.
     """
-    check_mxfp4_keys(q, k, k_scale)
-    _check_rows(q, k, weights, kv_start, kv_end, k.shape[1] + k_scale.shape[1])
-    return op.mqa_logits(q, k, k_scale, weights, kv_start, kv_end, MXFP4, impl)
+    return _score_rows(MXFP4, impl, q, k, k_scale, weights, kv_start, kv_end)
 
 
 def fp8_paged_mqa_logits(
@@ -107,11 +127,7 @@ def fp8_paged_mqa_logits(
     """
     if not isinstance(layout, IndexFp8Layout):
         raise ValueError(f"layout: got {layout!r}, allowed: an IndexFp8Layout")
-    checks.check_dtype("q", q, (torch.uint8, FP8_DTYPE[layout.flavour]))
-    _check_paged(q, cache, weights, context_lens, block_table, max_context_len, layout, layout.dim)
-    return op.paged_mqa_logits(
-        q.view(torch.uint8), cache, weights, context_lens, block_table, max_context_len, layout.name, impl
-    )
+    return _score_paged(layout, impl, q, cache, weights, context_lens, block_table, max_context_len)
 
 
 def bf16_paged_mqa_logits(
@@ -128,9 +144,7 @@ def bf16_paged_mqa_logits(
     """As fp8_paged_mqa_logits over an unquantised cache: q has the layout's dtype."""
     if not isinstance(layout, PlainLayout):
         raise ValueError(f"layout: got {layout!r}, allowed: a PlainLayout")
-    checks.check_dtype("q", q, (layout.dtype,))
-    _check_paged(q, cache, weights, context_lens, block_table, max_context_len, layout, layout.dim)
-    return op.paged_mqa_logits(q, cache, weights, context_lens, block_table, max_context_len, layout.name, impl)
+    return _score_paged(layout, impl, q, cache, weights, context_lens, block_table, max_context_len)
 
 
 def mxfp4_paged_mqa_logits(
@@ -148,21 +162,40 @@ def mxfp4_paged_mqa_logits(
     side by side, as indexer_q_rope_quant gives it."""
     if not isinstance(layout, IndexMxfp4Layout):
         raise ValueError(f"layout: got {layout!r}, allowed: an IndexMxfp4Layout")
-    checks.check_dtype("q", q, (torch.uint8,))
-    _check_paged(q, cache, weights, context_lens, block_table, max_context_len, layout, query_row(layout))
-    check_heads_together(q)
-    return op.paged_mqa_logits(q, cache, weights, context_lens, block_table, max_context_len, layout.name, impl)
+    return _score_paged(layout, impl, q, cache, weights, context_lens, block_table, max_context_len)
 
 
-def _check_rows(q, k, weights, kv_start, kv_end, width=None) -> None:
-    """width: of a head's query; None: the keys' dim."""
+def _score_rows(flavour: str, impl: str, *inputs: Any) -> torch.Tensor:
+    """inputs: of the operator, up to its flavour."""
+    if new := _ROWS.new(flavour, *inputs):
+        _check_rows(flavour, *inputs)
+        _ROWS.passed(new)
+    q, k, *others = inputs
+    if flavour in FP8_DTYPE:
+        q, k = q.view(torch.uint8), k.view(torch.uint8)
+    return _mqa_logits(q, k, *others, flavour, impl)
+
+
+def _check_rows(flavour: str, *inputs: Any) -> None:
+    q, k, k_scale, weights, kv_start, kv_end = inputs
+    if flavour == MXFP4:
+        check_mxfp4_keys(q, k, k_scale)
+    elif flavour == "none":
+        checks.check_dtype("q", q, FLOATS)
+        checks.check_dtype("k", k, (q.dtype,))
+    else:
+        for name, value in (("q", q), ("k", k)):
+            checks.check_dtype(name, value, (torch.uint8, FP8_DTYPE[flavour]))
+        checks.check_rank("k", k, 2)
+        checks.check_dtype("k_scale", k_scale, (torch.float32,))
+        checks.check_shape("k_scale", k_scale, (k.shape[0],), "[keys]")
     checks.check_rank("q", q, 3)
     rows, heads, dim = q.shape
     _check_heads(heads)
-    if width is None:
-        checks.check_shape("k", k, (None, dim), "[keys, dim]")
+    if flavour == MXFP4:
+        checks.check_shape("q", q, (None, None, k.shape[1] + k_scale.shape[1]), "[rows, heads, dim / 2 + dim / 32]")
     else:
-        checks.check_shape("q", q, (None, None, width), "[rows, heads, dim / 2 + dim / 32]")
+        checks.check_shape("k", k, (None, dim), "[keys, dim]")
     checks.check_unit_stride("q", q)
     checks.check_unit_stride("k", k)
     checks.check_dtype("weights", weights, (torch.float32,))
@@ -170,11 +203,25 @@ def _check_rows(q, k, weights, kv_start, kv_end, width=None) -> None:
     for name, value in (("kv_start", kv_start), ("kv_end", kv_end)):
         checks.check_dtype(name, value, (torch.int32,))
         checks.check_shape(name, value, (rows,), "[rows]")
-    checks.check_same_device(q=q, k=k, weights=weights, kv_start=kv_start, kv_end=kv_end)
+    checks.check_same_device(q=q, k=k, k_scale=k_scale, weights=weights, kv_start=kv_start, kv_end=kv_end)
 
 
-def _check_paged(q, cache, weights, context_lens, block_table, max_context_len, layout, dim) -> None:
-    checks.check_shape("q", q, (None, None, None, dim), "[requests, next_n, heads, dim]")
+def _score_paged(layout: IndexLayout, impl: str, *inputs: Any) -> torch.Tensor:
+    """inputs: of the operator, up to its layout."""
+    if new := _PAGED.new(layout, *inputs):
+        _check_paged(layout, *inputs)
+        _PAGED.passed(new)
+    q, *others = inputs
+    if isinstance(layout, IndexFp8Layout):
+        q = q.view(torch.uint8)
+    return _paged_mqa_logits(q, *others, layout.name, impl)
+
+
+def _check_paged(layout: IndexLayout, *inputs: Any) -> None:
+    q, cache, weights, context_lens, block_table, max_context_len = inputs
+    fp8 = isinstance(layout, IndexFp8Layout)
+    checks.check_dtype("q", q, (torch.uint8, FP8_DTYPE[layout.flavour]) if fp8 else (layout.dtype,))
+    checks.check_shape("q", q, (None, None, None, query_row(layout)), "[requests, next_n, heads, dim]")
     requests, next_n, heads, _ = q.shape
     _check_heads(heads)
     checks.check_unit_stride("q", q)
@@ -188,6 +235,8 @@ def _check_paged(q, cache, weights, context_lens, block_table, max_context_len, 
     checks.check_unit_stride("block_table", block_table)
     checks.check_at_least("max_context_len", max_context_len, 0)
     checks.check_same_device(q=q, cache=cache, weights=weights, context_lens=context_lens, block_table=block_table)
+    if isinstance(layout, IndexMxfp4Layout):
+        check_heads_together(q)
 
 
 def _check_heads(heads: int) -> None:

@@ -51,40 +51,44 @@ def prefill_problem(
     k: torch.Tensor,
     k_scale: torch.Tensor | None,
     weights: torch.Tensor,
-    kv_start: torch.Tensor,
-    kv_end: torch.Tensor,
     flavour: str,
     *,
     rows: int | None = None,
 ) -> PrefillProblem:
     """Of mqa_logits' arguments, real or meta. rows: that are scored at a time; None: all."""
     count, heads, dim = q.shape
-    if flavour == MXFP4:
-        dim = 2 * k.shape[1]
     return PrefillProblem(
-        count if rows is None else rows, k.shape[0], heads, dim, flavour, q.element_size(), memory_of(q), memory_of(k),
-        None if k_scale is None else memory_of(k_scale), memory_of(weights),
-    )  # fmt: skip
+        rows=count if rows is None else rows,
+        keys=k.shape[0],
+        heads=heads,
+        dim=2 * k.shape[1] if flavour == MXFP4 else dim,
+        flavour=flavour,
+        itemsize=q.element_size(),
+        q=memory_of(q),
+        k=memory_of(k),
+        k_scale=None if k_scale is None else memory_of(k_scale),
+        weights=memory_of(weights),
+    )
 
 
 def paged_problem(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weights: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    max_context_len: int,
-    layout: str,
-    *,
-    requests: int | None = None,
+    q: torch.Tensor, cache: torch.Tensor, max_context_len: int, layout: str, *, requests: int | None = None
 ) -> PagedProblem:
     """Of paged_mqa_logits' arguments, real or meta. requests: that are scored at a time; None: all."""
     count, next_n, heads, _ = q.shape
-    num_blocks, block_size, _ = cache.shape
     return PagedProblem(
-        count if requests is None else requests, next_n, heads, parse_layout(layout).dim, max_context_len, num_blocks,
-        block_size, flavour_of(layout), q.element_size(), memory_of(q), memory_of(cache),
-    )  # fmt: skip
+        requests=count if requests is None else requests,
+        next_n=next_n,
+        heads=heads,
+        dim=parse_layout(layout).dim,
+        max_context_len=max_context_len,
+        num_blocks=cache.shape[0],
+        block_size=cache.shape[1],
+        flavour=flavour_of(layout),
+        itemsize=q.element_size(),
+        q=memory_of(q),
+        cache=memory_of(cache),
+    )
 
 
 def flavour_of(layout: str) -> str:
@@ -99,9 +103,8 @@ def flavour_of(layout: str) -> str:
 
 
 def _supports_hopper_prefill(problem: PrefillProblem, target: Target) -> Support:
-    support = _supports_hopper(problem, target)
-    if not support.ok:
-        return support
+    if refused := _refused_on_hopper(problem, target, "e4m3fn"):
+        return refused
     assert problem.k_scale is not None, "fp8 keys have scales"
     heads, dim = problem.heads, problem.dim
     return (
@@ -114,16 +117,18 @@ def _supports_hopper_prefill(problem: PrefillProblem, target: Target) -> Support
 
 
 def _supports_hopper_paged(problem: PagedProblem, target: Target) -> Support:
-    support = _supports_hopper(problem, target)
-    if not support.ok:
-        return support
-    return _in_tiles(problem) or _copied_whole("q", problem.q) or _copied_by_blocks(problem) or YES
+    return (
+        _refused_on_hopper(problem, target, "e4m3fn")
+        or _in_tiles(problem)
+        or _copied_whole("q", problem.q)
+        or _copied_by_blocks(problem)
+        or YES
+    )
 
 
 def _supports_hopper_prefill_mxfp4(problem: PrefillProblem, target: Target) -> Support:
-    support = _supports_hopper(problem, target, MXFP4)
-    if not support.ok:
-        return support
+    if refused := _refused_on_hopper(problem, target, MXFP4):
+        return refused
     assert problem.k_scale is not None, "MXFP4 keys have scales"
     if not problem.k_scale.contiguous:
         return no(f"k_scale: got strides {list(problem.k_scale.strides)}, allowed: contiguous")
@@ -138,17 +143,15 @@ def _supports_hopper_prefill_mxfp4(problem: PrefillProblem, target: Target) -> S
 
 
 def _supports_hopper_paged_mxfp4(problem: PagedProblem, target: Target) -> Support:
-    support = _supports_hopper(problem, target, MXFP4)
-    if not support.ok:
-        return support
-    if refused := _in_tiles(problem):
+    if refused := _refused_on_hopper(problem, target, MXFP4) or _in_tiles(problem):
         return refused
     if any(stride % LINE for stride in problem.q.strides[:2]):
         return no(f"q strides: got {list(problem.q.strides)}, allowed: multiples of {LINE} of requests and rows")
     return _at_a_line("q", problem.q) or _copied_by_blocks(problem) or YES
 
 
-def _supports_hopper(problem: PrefillProblem | PagedProblem, target: Target, flavour: str = "e4m3fn") -> Support:
+def _refused_on_hopper(problem: PrefillProblem | PagedProblem, target: Target, flavour: str) -> Support | None:
+    """What keeps every Hopper kernel of ``flavour`` from running it."""
     if not target.is_hopper:
         return not_on(target, "sm_90")
     if problem.flavour != flavour:
@@ -157,7 +160,7 @@ def _supports_hopper(problem: PrefillProblem | PagedProblem, target: Target, fla
         return no(f"heads: got {problem.heads}, allowed: {', '.join(map(str, hopper.HEADS))}")
     if problem.dim != hopper.DIM:
         return no(f"dim: got {problem.dim}, allowed: {hopper.DIM}")
-    return YES
+    return None
 
 
 def _in_tiles(problem: PagedProblem) -> Support | None:
@@ -262,11 +265,8 @@ def _plan_paged(problem: PagedProblem, target: Target) -> PagedPlan:
     block_q = min(power_of_two(next_n), max(1, PAGED_COLUMNS // padded))
     tiles = -(-problem.max_context_len // block_kv)
     one_entry = problem.flavour in ("e4m3fn", MXFP4) and problem.block_size % block_kv == 0  # others would spill
-    return PagedPlan(
-        block_kv, block_q, max(16 // block_q, padded),
-        ctas_per_block=max(1, min(tiles, ctas_an_sm * target.num_sms // max(problem.requests, 1))),
-        one_entry=one_entry, fp8_dot=fp8_dot, num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
+    ctas = max(1, min(tiles, ctas_an_sm * target.num_sms // max(problem.requests, 1)))
+    return PagedPlan(block_kv, block_q, max(16 // block_q, padded), ctas, one_entry, fp8_dot, num_warps, num_stages)
 
 
 def _multiplies_codes(problem: PrefillProblem | PagedProblem, target: Target) -> bool:
@@ -325,12 +325,9 @@ def prefill_scratch(rows: int, keys: int, heads: int, layout: IndexLayout, targe
     """Of scoring ``rows`` against ``keys`` that were gathered from a cache of ``layout``."""
     if not isinstance(layout, IndexMxfp4Layout) or rows == 0 or keys == 0:
         return Scratch()
-    row, codes, scales = layout.row, layout.dim // 2, layout.dim // 32
-    problem = PrefillProblem(
-        rows, keys, heads, layout.dim, MXFP4, 1, Memory(0, (heads * row, row, 1), True), Memory(0, (codes, 1), True),
-        Memory(0, (scales, 1), True), Memory(0, (heads, 1), True),
-    )  # fmt: skip
-    return choose_prefill(problem, target).plan.scratch
+    shapes = (rows, heads, layout.row), (keys, layout.code_bytes), (keys, layout.groups), (rows, heads)
+    q, k, k_scale, weights = (torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes)
+    return choose_prefill(prefill_problem(q, k, k_scale, weights, MXFP4), target).plan.scratch
 
 
 @functools.lru_cache(maxsize=1024)

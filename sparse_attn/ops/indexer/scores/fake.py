@@ -1,11 +1,16 @@
-"""Fake implementations."""
+"""Fake implementations, and the output that the launchers allocate alike."""
 
-from sparse_attn.ops.indexer.scores.shapes import allocate_logits
+import torch
 
 
-def mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour):
+def allocate_logits(rows, keys, like: torch.Tensor) -> torch.Tensor:
+    """Uninitialised fp32 [rows, keys] on the device of ``like``."""
+    return torch.empty(rows, keys, dtype=torch.float32, device=like.device)
+
+
+def mqa_logits(q, k):
     return allocate_logits(q.shape[0], k.shape[0], q)
 
 
-def paged_mqa_logits(q, cache, weights, context_lens, block_table, max_context_len, layout):
+def paged_mqa_logits(q, max_context_len):
     return allocate_logits(q.shape[0] * q.shape[1], max_context_len, q)

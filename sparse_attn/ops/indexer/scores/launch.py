@@ -8,7 +8,7 @@ from sparse_attn import workspace
 from sparse_attn.framework.debug import warn_of_slow_path
 from sparse_attn.framework.dispatch import Choice
 from sparse_attn.framework.target import target_of
-from sparse_attn.ops.indexer.scores import dispatch, shapes
+from sparse_attn.ops.indexer.scores import dispatch, fake
 from sparse_attn.ops.indexer.scores.plan import Paged, Plan, Prefill
 
 
@@ -23,15 +23,17 @@ def mqa_logits(
     kernel: str | Choice[Plan] | None = None,
 ) -> torch.Tensor:
     """kernel: see dispatch.choose."""
-    out = shapes.allocate_logits(q.shape[0], k.shape[0], q)
+    out = fake.mqa_logits(q, k)
     if out.numel() == 0:
         return out
-    arguments = (q, k, k_scale, weights, kv_start, kv_end, flavour)
-    choice = dispatch.choose_prefill(dispatch.prefill_problem(*arguments), target_of(q.device), kernel)
+    choice = dispatch.choose_prefill(
+        dispatch.prefill_problem(q, k, k_scale, weights, flavour), target_of(q.device), kernel
+    )
     warn_of_slow_path("mqa_logits", q.device, choice)
     scratch = choice.plan.scratch
     views = workspace.take("mqa_logits", scratch, q.device)[0] if scratch.buffers else ()
-    choice.kernel.launcher(Prefill(*arguments, out, scratch=views), choice.plan)
+    call = Prefill(q, k, k_scale, weights, kv_start, kv_end, flavour, out, scratch=views)
+    choice.kernel.launcher(call, choice.plan)
     return out
 
 
@@ -45,12 +47,12 @@ def paged_mqa_logits(
     layout: str,
     kernel: str | Choice[Plan] | None = None,
 ) -> torch.Tensor:
-    out = shapes.allocate_logits(q.shape[0] * q.shape[1], max_context_len, q)
+    out = fake.paged_mqa_logits(q, max_context_len)
     if out.numel() == 0:
         return out
-    arguments = (q, cache, weights, context_lens, block_table, max_context_len)
-    problem = dispatch.paged_problem(*arguments, layout)
+    problem = dispatch.paged_problem(q, cache, max_context_len, layout)
     choice = dispatch.choose_paged(problem, target_of(q.device), kernel)
     warn_of_slow_path("paged_mqa_logits", q.device, choice)
-    choice.kernel.launcher(Paged(*arguments, problem.flavour, out), choice.plan)
+    call = Paged(q, cache, weights, context_lens, block_table, max_context_len, problem.flavour, out)
+    choice.kernel.launcher(call, choice.plan)
     return out

@@ -82,6 +82,11 @@ class Prefill(NamedTuple):
     clear: bool = True
     scratch: Sequence[torch.Tensor] = ()
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of weights, kv_start, kv_end and out, as kernels take them."""
+        return (*self.weights.stride(), self.kv_start.stride(0), self.kv_end.stride(0), self.out.stride(0))
+
 
 class Paged(NamedTuple):
     """Scores over a paged cache: of a row and a position at least, into fp32 ``out`` [requests * next_n,
@@ -105,6 +110,12 @@ class Paged(NamedTuple):
     early_dependents: bool | None = None
     maxima: torch.Tensor | None = None
     group: int = 1
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of weights, context_lens, block_table, out and maxima, as kernels take them."""
+        rows = self.block_table.stride(0), self.out.stride(0), 0 if self.maxima is None else self.maxima.stride(0)
+        return (*self.weights.stride(), *self.context_lens.stride(), *rows)
 
 
 class Plan:

@@ -1,10 +1,11 @@
-"""The oracle: decode, multiply, relu, weigh, sum, mask."""
+"""The oracle: decode, multiply, relu, weigh, sum, mask; and what debug mode asks of values."""
 
 from __future__ import annotations
 
 import torch
 
 from sparse_attn.fp8 import fp8_decode
+from sparse_attn.framework import debug
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, parse_layout
 from sparse_attn.mxfp4 import MXFP4, mxfp4_decode
 
@@ -29,6 +30,10 @@ def mqa_logits(
     inside = (position >= kv_start.unsqueeze(1)) & (position < kv_end.unsqueeze(1))
     scale = torch.ones(k.shape[0], dtype=torch.float32, device=k.device) if k_scale is None else k_scale
     return _scores(q.float(), k.float(), scale, weights, inside)
+
+
+def rules(k: torch.Tensor, kv_start: torch.Tensor, kv_end: torch.Tensor) -> None:
+    debug.ranges("kv_start", kv_start, "kv_end", kv_end, k.shape[0], "keys")
 
 
 def paged_mqa_logits(
@@ -67,6 +72,12 @@ def paged_mqa_logits(
         rows = weights[request * next_n : (request + 1) * next_n]
         logits[request][:, known] = _scores(q[request], keys, scale, rows, inside)
     return logits.flatten(0, 1)
+
+
+def paged_rules(
+    cache: torch.Tensor, context_lens: torch.Tensor, block_table: torch.Tensor, max_context_len: int
+) -> None:
+    debug.paged(cache, context_lens, block_table, max_context_len)
 
 
 def _decode_query(q: torch.Tensor, layout: IndexMxfp4Layout) -> torch.Tensor:

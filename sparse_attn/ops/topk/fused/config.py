@@ -65,19 +65,17 @@ class Problem(NamedTuple):
 
 
 def prefill_problem(call: Prefill) -> Problem:
-    q, weights, k, k_scale, kv_start, kv_end, top_k, flavour, logits_bytes = call
-    rows, width = q.shape[0], k.shape[0]
-    step = rows_at_once(rows, width, logits_bytes)
-    scored = scoring.prefill_problem(q, k, k_scale, weights, kv_start, kv_end, flavour, rows=step)
-    return Problem(rows, width, step, scored, selecting(step, width, top_k))
+    rows, width = call.q.shape[0], call.k.shape[0]
+    step = rows_at_once(rows, width, call.logits_bytes)
+    scored = scoring.prefill_problem(call.q, call.k, call.k_scale, call.weights, call.flavour, rows=step)
+    return Problem(rows, width, step, scored, selecting(step, width, call.top_k))
 
 
 def decode_problem(call: Decode) -> Problem:
-    q, weights, cache, context_lens, block_table, top_k, width, layout, logits_bytes = call
-    rows, next_n = q.shape[0] * q.shape[1], q.shape[1]
-    step = rows_at_once(rows, width, logits_bytes, next_n)
-    scored = scoring.paged_problem(q, cache, weights, context_lens, block_table, width, layout, requests=step // next_n)
-    return Problem(rows, width, step, scored, selecting(step, width, top_k, group_maxima=True))
+    (requests, next_n), width = call.q.shape[:2], call.max_context_len
+    step = rows_at_once(requests * next_n, width, call.logits_bytes, next_n)
+    scored = scoring.paged_problem(call.q, call.cache, width, call.layout, requests=step // next_n)
+    return Problem(requests * next_n, width, step, scored, selecting(step, width, call.top_k, group_maxima=True))
 
 
 def selecting(rows: int, width: int, top_k: int, *, group_maxima: bool = False) -> Selecting:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 import triton
 from triton.experimental.gluon import language as gl
@@ -23,19 +25,19 @@ SHORT = 64  # tiles a CTA, up to which a launch is short: the next one may start
 
 def prefill(call: Prefill, plan: HopperPlan) -> None:
     """A kernel that writes nothing outside the ranges, and where that is to be cleared, another launch."""
-    q, k, weights, kv_start, kv_end, out = call.q, call.k, call.weights, call.kv_start, call.kv_end, call.out
-    rows, heads, dim = q.shape
-    keys = k.shape[0]
-    codes, values = _codes(dim, 2), _values()
+    heads, dim = call.q.shape[1:]
     prefill_kernels.mqa_logits[(plan.ctas,)](
-        TensorDescriptor.from_tensor(q.view(FP8).flatten(0, 1), [plan.block_q * heads, dim], codes),
-        TensorDescriptor.from_tensor(k.view(FP8), [BLOCK_KV, dim], codes),
-        TensorDescriptor(call.k_scale, [1, keys], [triton.cdiv(keys, 4) * 4, 1], [1, BLOCK_KV], values),
-        TensorDescriptor.from_tensor(weights, [plan.block_q, heads], values),
-        kv_start, kv_end, out, rows, keys, kv_start.stride(0), kv_end.stride(0), out.stride(0),
-        STAGES=plan.stages, CONSUMER_REGISTERS=plan.consumer_registers, PRODUCER_REGISTERS=plan.producer_registers,
-        num_warps=4, launch_pdl=True,
-    )  # fmt: skip
+        TensorDescriptor.from_tensor(call.q.view(FP8).flatten(0, 1), [plan.block_q * heads, dim], _codes(dim, 2)),
+        TensorDescriptor.from_tensor(call.k.view(FP8), [BLOCK_KV, dim], _codes(dim, 2)),
+        _by_tiles(call.k_scale, call),
+        TensorDescriptor.from_tensor(call.weights, [plan.block_q, heads], _values()),
+        call.kv_start,
+        call.kv_end,
+        call.out,
+        *call.out.shape,
+        *call.strides[2:],
+        **_persistent(plan, plan.stages),
+    )
     if call.clear:
         clear_outside(call)
 
@@ -55,24 +57,63 @@ def score_prefill_mxfp4(call: Prefill, plan: HopperPlan) -> None:
 def _decode_and_score(call: Prefill, plan: HopperDecodedPlan) -> None:
     """Decode keys to scratch and score those, whatever the powers of two of their groups."""
     operands, factors, far = call.scratch
-    assert call.k_scale is not None, "MXFP4 keys have scales"
-    codes, scales = call.k.view(torch.int32), call.k_scale.view(torch.int32)
+    codes, scales = _key_words(call)
     queries, heads = _packed(call.q)
-    kv_start, kv_end, out = call.kv_start, call.kv_end, call.out
-    rows, keys = out.shape
+    rows, keys = call.out.shape
     decode_mxfp4.decode_keys[(plan.tiles,)](
-        codes, scales, operands.view(torch.int32), factors, far, keys, codes.stride(0), BLOCK_KV=BLOCK_KV,
-        num_warps=4, maxnreg=32, **pdl.launched(target_of(out.device)),
-    )  # fmt: skip
+        codes,
+        scales,
+        operands.view(torch.int32),
+        factors,
+        far,
+        keys,
+        codes.stride(0),
+        BLOCK_KV=BLOCK_KV,
+        num_warps=4,
+        maxnreg=32,
+        **pdl.launched(target_of(call.out.device)),
+    )
     prefill_decoded.mqa_logits[(plan.ctas,)](
         queries,
         TensorDescriptor.from_tensor(operands.view(torch.float8_e5m2), [BLOCK_KV, DIM], _codes(DIM, 2)),
-        TensorDescriptor(factors, [1, keys], [triton.cdiv(keys, 4) * 4, 1], [1, BLOCK_KV], _values()),
-        call.weights, kv_start, kv_end, out, far[plan.tiles :], 1.0, rows, keys, queries.stride(0),
-        *call.weights.stride(), kv_start.stride(0), kv_end.stride(0), out.stride(0),
-        HEADS=heads, BLOCK_Q=plan.block_q, STAGES=plan.stages, CONSUMER_REGISTERS=plan.consumer_registers,
-        PRODUCER_REGISTERS=plan.producer_registers, num_warps=4, launch_pdl=True,
-    )  # fmt: skip
+        _by_tiles(factors, call),
+        call.weights,
+        call.kv_start,
+        call.kv_end,
+        call.out,
+        far[plan.tiles :],
+        1.0,
+        rows,
+        keys,
+        queries.stride(0),
+        *call.strides,
+        HEADS=heads,
+        BLOCK_Q=plan.block_q,
+        **_persistent(plan, plan.stages),
+    )
+
+
+def _score_packed(call: Prefill, plan: HopperPlan, stages: int, far: torch.Tensor | None) -> None:
+    """far: see the kernel."""
+    queries, heads = _packed(call.q)
+    codes, scales = _key_words(call)
+    prefill_mxfp4.mqa_logits[(plan.ctas,)](
+        queries,
+        TensorDescriptor.from_tensor(codes, [BLOCK_KV, codes.shape[1]], _values()),
+        _by_tiles(scales, call),
+        call.weights,
+        call.kv_start,
+        call.kv_end,
+        call.out,
+        *call.out.shape,
+        queries.stride(0),
+        *call.strides,
+        far,
+        None if far is None else far.shape[0],
+        HEADS=heads,
+        BLOCK_Q=plan.block_q,
+        **_persistent(plan, stages),
+    )
 
 
 def _packed(q: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -81,79 +122,95 @@ def _packed(q: torch.Tensor) -> tuple[torch.Tensor, int]:
     return torch.as_strided(q, (rows, heads * row), (q.stride(0), 1)).view(torch.int32), heads
 
 
-def _score_packed(call: Prefill, plan: HopperPlan, stages: int, far: torch.Tensor | None) -> None:
-    """far: see the kernel."""
-    q, k, k_scale, weights, kv_start, kv_end, out = (
-        call.q, call.k, call.k_scale, call.weights, call.kv_start, call.kv_end, call.out
-    )  # fmt: skip
-    assert k_scale is not None, "MXFP4 keys have scales"
-    queries, heads = _packed(q)
-    rows, keys = out.shape
-    codes, scales = k.view(torch.int32), k_scale.view(torch.int32).view(1, keys)
-    prefill_mxfp4.mqa_logits[(plan.ctas,)](
-        queries,
-        TensorDescriptor.from_tensor(codes, [BLOCK_KV, codes.shape[1]], _values()),
-        TensorDescriptor(scales, [1, keys], [triton.cdiv(keys, 4) * 4, 1], [1, BLOCK_KV], _values()),
-        weights, kv_start, kv_end, out, rows, keys, queries.stride(0), *weights.stride(), kv_start.stride(0),
-        kv_end.stride(0), out.stride(0), far, None if far is None else far.shape[0],
-        HEADS=heads, BLOCK_Q=plan.block_q, STAGES=stages, CONSUMER_REGISTERS=plan.consumer_registers,
-        PRODUCER_REGISTERS=plan.producer_registers, num_warps=4, launch_pdl=True,
-    )  # fmt: skip
+def _key_words(call: Prefill) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of MXFP4 keys in words."""
+    assert call.k_scale is not None, "MXFP4 keys have scales"
+    return call.k.view(torch.int32), call.k_scale.view(torch.int32)
+
+
+def _by_tiles(values: torch.Tensor | None, call: Prefill) -> TensorDescriptor:
+    """A word for each key, in boxes of a tile's."""
+    keys = call.k.shape[0]
+    return TensorDescriptor(values, [1, keys], [triton.cdiv(keys, 4) * 4, 1], [1, BLOCK_KV], _values())
 
 
 def paged(call: Paged, plan: HopperPlan) -> None:
-    q, cache, weights, context_lens, out, maxima = (
-        call.q, call.cache, call.weights, call.context_lens, call.out, call.maxima
-    )  # fmt: skip
-    block_table, early = call.block_table, call.early_dependents
-    requests, next_n, heads, dim = q.shape
-    num_blocks, block_size, row = cache.shape
-    stride = cache.stride(0)
-    keys = torch.as_strided(cache, (num_blocks, block_size, dim), (stride, dim, 1)).view(FP8)
-    at = cache.storage_offset() + block_size * dim
-    scales = torch.as_strided(cache, (num_blocks, block_size * (row - dim)), (stride, 1), at).view(torch.float32)
-    paged_kernels.paged_mqa_logits[(plan.ctas,)](
+    q, cache = call.q, call.cache
+    heads, dim = q.shape[2:]
+    block_size = cache.shape[1]
+    codes, scales = _parts(call, block_size * dim, torch.float32)
+    operands = (
         TensorDescriptor.from_tensor(q.view(FP8).flatten(0, 2), [plan.block_q * heads, dim], _codes(dim, 2)),
-        TensorDescriptor.from_tensor(keys, [1, block_size, dim], _codes(dim, 3)),
+        TensorDescriptor.from_tensor(codes.view(FP8).unflatten(1, (-1, dim)), [1, block_size, dim], _codes(dim, 3)),
         TensorDescriptor.from_tensor(scales, [1, block_size], _values()),
-        weights, context_lens, block_table, out, out if maxima is None else maxima,
-        requests * triton.cdiv(next_n, plan.block_q), num_blocks, call.max_context_len, block_table.shape[1],
-        SHORT * plan.ctas if early is None else (2**31 - 1 if early else -1),
-        *weights.stride(), *context_lens.stride(), block_table.stride(0), out.stride(0),
-        0 if maxima is None else maxima.stride(0),
-        HEADS=heads, BLOCK_Q=plan.block_q, NEXT_N=next_n, CLEAR=call.clear, GROUP=call.group, STAGES=plan.stages,
-        CONSUMER_REGISTERS=plan.consumer_registers, PRODUCER_REGISTERS=plan.producer_registers,
-        num_warps=4, launch_pdl=True,
-    )  # fmt: skip
+    )
+    _score_paged(paged_kernels, call, plan, operands)
 
 
 def score_paged_mxfp4(call: Paged, plan: HopperPlan) -> None:
     """A block's codes come as four rows of a KiB, as wide as boxes may be."""
-    q, cache, weights, context_lens, out, maxima = (
-        call.q, call.cache, call.weights, call.context_lens, call.out, call.maxima
-    )  # fmt: skip
-    block_table, early = call.block_table, call.early_dependents
-    requests, next_n, heads, row = q.shape
-    num_blocks, block_size, _ = cache.shape
-    scale_bytes = block_size * (row // (GROUP // 2 + 1))
-    code_bytes = block_size * row - scale_bytes
-    codes = torch.as_strided(cache, (num_blocks, code_bytes), (cache.stride(0), 1)).view(torch.int32)
-    at = cache.storage_offset() + code_bytes
-    scales = torch.as_strided(cache, (num_blocks, scale_bytes), (cache.stride(0), 1), at).view(torch.int32)
-    queries = torch.as_strided(q, (requests, next_n, heads * row), (*q.stride()[:2], 1)).view(torch.int32)
-    paged_mxfp4.paged_mqa_logits[(plan.ctas,)](
+    requests, next_n, heads, row = call.q.shape
+    code_bytes = call.cache.shape[1] * (row - row // (GROUP // 2 + 1))
+    codes, scales = _parts(call, code_bytes, torch.int32)
+    queries = torch.as_strided(call.q, (requests, next_n, heads * row), (*call.q.stride()[:2], 1)).view(torch.int32)
+    operands = (
         queries,
-        TensorDescriptor.from_tensor(codes.unflatten(1, (-1, 256)), [1, code_bytes // 1024, 256], _values(3)),
-        TensorDescriptor.from_tensor(scales, [1, scale_bytes // 4], _values()),
-        weights, context_lens, block_table, out, out if maxima is None else maxima,
-        requests * triton.cdiv(next_n, plan.block_q), num_blocks, call.max_context_len, block_table.shape[1],
+        TensorDescriptor.from_tensor(
+            codes.view(torch.int32).unflatten(1, (-1, 256)), [1, code_bytes // 1024, 256], _values(3)
+        ),
+        TensorDescriptor.from_tensor(scales, [1, scales.shape[1]], _values()),
+    )
+    _score_paged(paged_mxfp4, call, plan, operands, queries.stride()[:2])
+
+
+def _parts(call: Paged, code_bytes: int, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a cache: the codes of its blocks, and the words of their scales."""
+    cache = call.cache
+    num_blocks, block_size, row = cache.shape
+    step = cache.stride(0), 1
+    codes = torch.as_strided(cache, (num_blocks, code_bytes), step)
+    scales = (num_blocks, block_size * row - code_bytes)
+    return codes, torch.as_strided(cache, scales, step, cache.storage_offset() + code_bytes).view(scale_dtype)
+
+
+def _score_paged(
+    kernels: ModuleType, call: Paged, plan: HopperPlan, operands: tuple, q_strides: tuple[int, ...] = ()
+) -> None:
+    """operands: queries, and the codes and scales of keys. q_strides: of queries that no TMA copies."""
+    requests, next_n, heads, _ = call.q.shape
+    early = call.early_dependents
+    kernels.paged_mqa_logits[(plan.ctas,)](
+        *operands,
+        call.weights,
+        call.context_lens,
+        call.block_table,
+        call.out,
+        call.out if call.maxima is None else call.maxima,
+        requests * triton.cdiv(next_n, plan.block_q),
+        call.cache.shape[0],
+        call.max_context_len,
+        call.block_table.shape[1],
         SHORT * plan.ctas if early is None else (2**31 - 1 if early else -1),
-        *queries.stride()[:2], *weights.stride(), *context_lens.stride(), block_table.stride(0), out.stride(0),
-        0 if maxima is None else maxima.stride(0),
-        HEADS=heads, BLOCK_Q=plan.block_q, NEXT_N=next_n, CLEAR=call.clear, GROUP=call.group, STAGES=plan.stages,
-        CONSUMER_REGISTERS=plan.consumer_registers, PRODUCER_REGISTERS=plan.producer_registers,
-        num_warps=4, launch_pdl=True,
-    )  # fmt: skip
+        *q_strides,
+        *call.strides,
+        HEADS=heads,
+        BLOCK_Q=plan.block_q,
+        NEXT_N=next_n,
+        CLEAR=call.clear,
+        GROUP=call.group,
+        **_persistent(plan, plan.stages),
+    )
+
+
+def _persistent(plan: HopperPlan, stages: int) -> dict[str, int | bool]:
+    """How every kernel is launched. stages: tiles in flight."""
+    return dict(
+        STAGES=stages,
+        CONSUMER_REGISTERS=plan.consumer_registers,
+        PRODUCER_REGISTERS=plan.producer_registers,
+        num_warps=4,
+        launch_pdl=True,
+    )
 
 
 def _codes(dim: int, rank: int) -> gl.NVMMASharedLayout:

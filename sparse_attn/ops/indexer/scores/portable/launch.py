@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import triton
 
 from sparse_attn.device import grid, pdl
@@ -23,27 +25,26 @@ def prefill(call: Prefill, plan: PrefillPlan) -> None:
 
 
 def _prefill(call: Prefill, plan: PrefillPlan) -> None:
-    q, k, k_scale, weights, kv_start, kv_end, flavour, out, clear, _ = call
-    rows, heads, dim = q.shape
-    keys = k.shape[0]
-    if flavour == MXFP4:
-        assert k_scale is not None, "MXFP4 keys have scales"
-        mxfp4.mqa_logits[(triton.cdiv(keys, plan.block_kv), triton.cdiv(rows, plan.block_q))](
-            q, k, k_scale, weights, kv_start, kv_end, out, rows, keys, heads, q.stride(0), k.stride(0),
-            k_scale.stride(0), *weights.stride(), kv_start.stride(0), kv_end.stride(0), out.stride(0),
-            GROUPS=k_scale.shape[1], PAD_GROUPS=triton.next_power_of_2(k_scale.shape[1]), PAD_H=plan.padded_heads,
-            WHOLE_H=plan.padded_heads == heads, CLEAR=clear, BLOCK_KV=plan.block_kv, BLOCK_Q=plan.block_q,
-            STAGES=plan.num_stages, num_warps=plan.num_warps, **pdl.launched(target_of(q.device)),
-        )  # fmt: skip
-        return
-    kernels.mqa_logits[(triton.cdiv(keys, plan.block_kv), triton.cdiv(rows, plan.block_q))](
-        q, k, k_scale, weights, kv_start, kv_end, out, rows, keys, heads, *q.stride()[:2], k.stride(0),
-        0 if k_scale is None else k_scale.stride(0), *weights.stride(), kv_start.stride(0), kv_end.stride(0),
-        out.stride(0),
-        D=dim, PAD_D=_padded(dim), PAD_H=plan.padded_heads, WHOLE_H=plan.padded_heads == heads, FP8=k_scale is not None,
-        FP8_DOT=plan.fp8_dot, FNUZ=flavour == "e4m3fnuz", CLEAR=clear, BLOCK_KV=plan.block_kv, BLOCK_Q=plan.block_q,
-        STAGES=plan.num_stages, num_warps=plan.num_warps, **pdl.launched(target_of(q.device)),
-    )  # fmt: skip
+    q, k, k_scale = call.q, call.k, call.k_scale
+    rows, keys = call.out.shape
+    module, q_strides, constants = _form(call, plan)
+    module.mqa_logits[(triton.cdiv(keys, plan.block_kv), triton.cdiv(rows, plan.block_q))](
+        q,
+        k,
+        k_scale,
+        call.weights,
+        call.kv_start,
+        call.kv_end,
+        call.out,
+        rows,
+        keys,
+        q.shape[1],
+        *q_strides,
+        k.stride(0),
+        0 if k_scale is None else k_scale.stride(0),
+        *call.strides,
+        **constants,
+    )
 
 
 def clear_outside(call: Prefill) -> None:
@@ -52,40 +53,62 @@ def clear_outside(call: Prefill) -> None:
     rows, keys = out.shape
     parts = min(triton.cdiv(keys, OUTSIDE), triton.cdiv(1024, rows))
     kernels.clear_outside[(rows, parts)](
-        kv_start, kv_end, out, keys, kv_start.stride(0), kv_end.stride(0), out.stride(0), BLOCK=OUTSIDE,
-        **pdl.launched(target_of(out.device)),
-    )  # fmt: skip
+        kv_start, kv_end, out, keys, *call.strides[2:], BLOCK=OUTSIDE, **pdl.launched(target_of(out.device))
+    )
 
 
 def paged(call: Paged, plan: PagedPlan) -> None:
     """``early_dependents`` is not looked at: the next launch starts when this one ends."""
-    q, cache, weights, context_lens, block_table, out, maxima = (
-        call.q, call.cache, call.weights, call.context_lens, call.block_table, call.out, call.maxima
-    )  # fmt: skip
-    requests, next_n, heads, dim = q.shape
-    if call.flavour == MXFP4:
-        groups = cache.shape[2] // (GROUP // 2 + 1)
-        mxfp4.paged_mqa_logits[(requests * triton.cdiv(next_n, plan.block_q), plan.ctas_per_block)](
-            q, cache, weights, context_lens, block_table, out, maxima, call.max_context_len, *cache.shape[:2],
-            block_table.shape[1], heads, *q.stride()[:2], cache.stride(0), *weights.stride(), *context_lens.stride(),
-            block_table.stride(0), out.stride(0), 0 if maxima is None else maxima.stride(0),
-            GROUPS=groups, PAD_GROUPS=triton.next_power_of_2(groups), PAD_H=plan.padded_heads,
-            WHOLE_H=plan.padded_heads == heads, NEXT_N=next_n, BLOCK_Q=plan.block_q, CLEAR=call.clear, GROUP=call.group,
-            BLOCK_KV=plan.block_kv, ONE_ENTRY=plan.one_entry, STAGES=plan.num_stages, num_warps=plan.num_warps,
-            **pdl.launched(target_of(q.device)),
-        )  # fmt: skip
-        return
-    kernels.paged_mqa_logits[(requests * triton.cdiv(next_n, plan.block_q), plan.ctas_per_block)](
-        q, cache, weights, context_lens, block_table, out, maxima, call.max_context_len, *cache.shape[:2],
-        block_table.shape[1], heads, *q.stride()[:3], cache.stride(0), *weights.stride(), *context_lens.stride(),
-        block_table.stride(0), out.stride(0), 0 if maxima is None else maxima.stride(0),
-        D=dim, PAD_D=_padded(dim), PAD_H=plan.padded_heads, WHOLE_H=plan.padded_heads == heads, NEXT_N=next_n,
-        BLOCK_Q=plan.block_q, FP8=call.flavour != "none", FP8_DOT=plan.fp8_dot, FNUZ=call.flavour == "e4m3fnuz",
-        CLEAR=call.clear, GROUP=call.group, BLOCK_KV=plan.block_kv, ONE_ENTRY=plan.one_entry, STAGES=plan.num_stages,
-        num_warps=plan.num_warps, **pdl.launched(target_of(q.device)),
-    )  # fmt: skip
+    q, cache, block_table = call.q, call.cache, call.block_table
+    requests, next_n, heads, _ = q.shape
+    module, q_strides, constants = _form(call, plan)
+    module.paged_mqa_logits[(requests * triton.cdiv(next_n, plan.block_q), plan.ctas_per_block)](
+        q,
+        cache,
+        call.weights,
+        call.context_lens,
+        block_table,
+        call.out,
+        call.maxima,
+        call.max_context_len,
+        *cache.shape[:2],
+        block_table.shape[1],
+        heads,
+        *q_strides,
+        cache.stride(0),
+        *call.strides,
+        NEXT_N=next_n,
+        GROUP=call.group,
+        ONE_ENTRY=plan.one_entry,
+        **constants,
+    )
 
 
-def _padded(dim: int) -> int:
-    """Columns of a tile of keys."""
-    return max(32, triton.next_power_of_2(dim))
+def _form(
+    call: Prefill | Paged, plan: PrefillPlan | PagedPlan
+) -> tuple[ModuleType, tuple[int, ...], dict[str, int | bool]]:
+    """The module of the kernels for the codes of a call, the strides of its queries, and what both of the kernels take
+    by name."""
+    heads, width = call.q.shape[-2:]
+    constants = dict(
+        PAD_H=plan.padded_heads,
+        WHOLE_H=plan.padded_heads == heads,
+        CLEAR=call.clear,
+        BLOCK_KV=plan.block_kv,
+        BLOCK_Q=plan.block_q,
+        STAGES=plan.num_stages,
+        num_warps=plan.num_warps,
+        **pdl.launched(target_of(call.q.device)),
+    )
+    if call.flavour == MXFP4:  # a row's heads lie side by side
+        groups = width // (GROUP // 2 + 1)
+        codes = dict(GROUPS=groups, PAD_GROUPS=triton.next_power_of_2(groups))
+        return mxfp4, call.q.stride()[:-2], constants | codes
+    codes = dict(
+        D=width,
+        PAD_D=max(32, triton.next_power_of_2(width)),
+        FP8=call.flavour != "none",
+        FP8_DOT=plan.fp8_dot,
+        FNUZ=call.flavour == "e4m3fnuz",
+    )
+    return kernels, call.q.stride()[:-1], constants | codes
