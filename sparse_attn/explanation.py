@@ -32,17 +32,15 @@ from sparse_attn.ops.indexer.scores import (
     mxfp4_paged_mqa_logits,
 )
 from sparse_attn.ops.indexer.scores import dispatch as scoring
-from sparse_attn.ops.layers.experts import dispatch as routed
-from sparse_attn.ops.layers.experts import packed_experts
-from sparse_attn.ops.layers.experts.plan import problem_of as routed_problem_of
-from sparse_attn.ops.layers.linears import dispatch as products
-from sparse_attn.ops.layers.linears import grouped_linear
-from sparse_attn.ops.layers.linears.plan import problem_of
+from sparse_attn.ops.layers.products import dispatch as products
+from sparse_attn.ops.layers.products import grouped_linear, packed_experts
+from sparse_attn.ops.layers.products.problem import as_weight, experts_problem, problem_of
 from sparse_attn.ops.ragged.lists import config as ragged
 from sparse_attn.ops.topk.fused import config as fused
 from sparse_attn.ops.topk.fused import index_topk_decode, index_topk_decode_slots, index_topk_prefill
 from sparse_attn.ops.topk.select import dispatch as selection
 from sparse_attn.ops.topk.select import top_k_per_row
+from sparse_attn.weight_layout import PackedWeight, weight_bytes
 from sparse_attn.workspace import Buffer, Scratch, size_of
 
 REFERENCE, NOTHING = "reference", "none"
@@ -337,7 +335,7 @@ def _scored_and_selected(
 
 
 def _grouped_linear(rows, ends, codes, scales, layout, batch_invariant, fp8: bool = False) -> Question:
-    problem = problem_of(rows, ends, codes, scales, layout, batch_invariant)
+    problem = problem_of(rows, ends, as_weight(codes, scales, layout), batch_invariant)
     n, groups, outputs, columns = problem[:4]
     read = (codes.nbytes + (0 if scales is None else scales.nbytes)) // groups * min(n, groups)
     return Question(
@@ -353,14 +351,14 @@ def _packed_experts(
     x, weights, ids, gate_up, gate_up_scales, gate_up_layout, down, down_scales, down_layout, clamp, num_experts,
     activations, batch_invariant,
 ) -> Question:  # fmt: skip
-    packed = gate_up, gate_up_scales, gate_up_layout, down, down_scales, down_layout
-    problem = routed_problem_of(x, ids, *packed, num_experts, activations, batch_invariant)
+    first, second = PackedWeight(gate_up, gate_up_scales, gate_up_layout), PackedWeight(down, down_scales, down_layout)
+    problem = experts_problem(x, ids, first, second, num_experts, activations, batch_invariant)
     (tokens, hidden), experts, intermediate = x.shape, problem.gate_up.groups, problem.down.columns
-    read = sum(part.nbytes for part in packed if isinstance(part, torch.Tensor)) // experts * min(problem.rows, experts)
+    read = (weight_bytes(first) + weight_bytes(second)) // experts * min(problem.rows, experts)
     moved = 2 * x.element_size() * tokens * hidden + 8 * problem.rows
     return Question(
-        routed.KERNELS,
-        routed.choose,
+        products.EXPERTS_KERNELS,
+        products.choose_experts,
         problem if problem.rows * hidden * intermediate else None,
         roofline.Work(moved + read, 6 * problem.rows * hidden * intermediate, activations == "fp8"),
     )

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from aot_cases.form import BF16, FP16, FP32, U8, Case, floats, integers, tensor
-from sparse_attn.ops.layers.experts import launch as packed_experts
 from sparse_attn.ops.layers.hyper_connection import launch as hyper_connection
-from sparse_attn.ops.layers.linears import launch as grouped_linear
+from sparse_attn.ops.layers.products import launch as products_launch
 from sparse_attn.ops.layers.rope import launch as rope
 from sparse_attn.ops.layers.router import launch as router
 from sparse_attn.weight_layout import SCALE_DTYPE, parse_weight_layout
@@ -59,7 +58,7 @@ def cases() -> Iterator[Case]:
     ):
         arguments = tensor(rows, columns), None if groups == 1 else integers(groups)
         arguments += (*packed(layout, groups, outputs, columns), False)
-        yield Case("grouped_linear_fp8", name, grouped_linear.grouped_linear_fp8, arguments, more)
+        yield Case("grouped_linear_fp8", name, products_launch.grouped_linear_fp8, arguments, more)
 
 
 def products() -> Iterator[Case]:
@@ -93,7 +92,7 @@ def products() -> Iterator[Case]:
             codes, scales, _ = packed(layout, groups, outputs, columns)
         ends = None if groups == 1 else integers(groups)
         arguments = tensor(rows, columns, dtype=dtype), ends, codes, scales, layout, False
-        yield Case("grouped_linear", name, grouped_linear.grouped_linear, arguments, more)
+        yield Case("grouped_linear", name, products_launch.grouped_linear, arguments, more)
 
 
 def routed() -> Iterator[Case]:
@@ -113,7 +112,7 @@ def routed() -> Iterator[Case]:
         down = packed(layout, count, hidden, intermediate)
         routes = floats(tokens, top_k), integers(tokens, top_k)
         made[name] = tensor(tokens, hidden), *routes, *gate_up, *down, 10.0, count
-        yield Case("packed_experts", name, packed_experts.packed_experts, (*made[name], "exact", False), more)
+        yield Case("packed_experts", name, products_launch.packed_experts, (*made[name], "exact", False), more)
     for name, source, tokens, batch_invariant, more in (
         ("512 tokens", "deepseek_v4_flash, 512 tokens", 512, False, False),
         ("512 tokens, batch-invariant", "deepseek_v4_flash, 512 tokens", 512, True, False),
@@ -122,7 +121,7 @@ def routed() -> Iterator[Case]:
     ):
         x, *routes = (part[:tokens] for part in made[source][:3])
         arguments = x, *routes, *made[source][3:], "fp8", batch_invariant
-        yield Case("packed_experts", f"fp8 rows, {name}", packed_experts.packed_experts, arguments, more)
+        yield Case("packed_experts", f"fp8 rows, {name}", products_launch.packed_experts, arguments, more)
 
 
 def packed(layout: str, groups: int, outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, str]:

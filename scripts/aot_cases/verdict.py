@@ -43,10 +43,10 @@ ALLOWED_SPILLS = {
     # Four scalars, with triton 3.6 alone.
     "layers.hyper_connection.mix": {"sm_100": 16},
     # Tiles of 64 rows, two of sums.
-    "layers.linears.swap_ab.swap_ab": {"sm_90": 0, "nvidia": 16},
+    "layers.products.swap_ab.swap_ab": {"sm_90": 0, "nvidia": 16},
     "topk.ranks.merge_candidates": {"sm_90": 0, "nvidia": 16},  # of 16384 candidates
-    "layers.experts.sorted.gate_up": {"sm_90": 0, "nvidia": 24},
-    "layers.experts.sorted.down": {"sm_90": 0, "nvidia": 40},
+    "layers.products.swap_ab.sorted.gate_up": {"sm_90": 0, "nvidia": 24},
+    "layers.products.swap_ab.sorted.down": {"sm_90": 0, "nvidia": 40},
     # Scalars of the producers.
     "attention.sparse.hopper.decode_fp8.attend": {"sm_90": 64},
     # Of plain rows whose largest scores are asked for.
@@ -56,7 +56,7 @@ ALLOWED_SPILLS = {
 # Bytes with later Tritons than 3.6, which kernels were timed with.
 SPILLS_OF_LATER = {
     (3, 8): {
-        "layers.linears.fp8.multiply": {"sm_100": 8},
+        "layers.products.portable.fp8.multiply": {"sm_100": 8},
         "indexer.scores.hopper.prefill.mqa_logits": {"sm_90": 96},
         "indexer.scores.hopper.prefill_decoded.mqa_logits": {"sm_90": 80},
         "indexer.scores.portable.mxfp4.mqa_logits": {"sm_90": 0, "nvidia": 104},
@@ -82,7 +82,10 @@ SPILLS_OF_LATER = {
 # What a launch may read before it waits: what another waited for, before it let this one or any in between start. That
 # one gave it ``state``. Or a weight, which no launch of this library writes. See device/pdl.py.
 SCORES = {"logits", "row_starts", "row_ends"}
-WEIGHTS = {"layers.linears.hopper.stream_k": {"words"}, "layers.linears.hopper.wide.stream_k_wide": {"codes"}}
+WEIGHTS = {
+    "layers.products.hopper.stream_k.stream_k": {"words"},
+    "layers.products.hopper.stream_k_wide.stream_k_wide": {"codes"},
+}
 READ_EARLY = ("topk.ranks.count_digits", "topk.ranks.count_ties", "topk.ranks.take_winners")
 EARLY = WEIGHTS | dict.fromkeys(READ_EARLY, SCORES)
 

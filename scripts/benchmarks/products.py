@@ -14,8 +14,7 @@ from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn import roofline
-from sparse_attn.ops.layers.experts import packed_experts
-from sparse_attn.ops.layers.linears import linear
+from sparse_attn.ops.layers.products import linear, packed_experts
 from sparse_attn.weight_layout import CODE_DTYPE, PackedWeight, WeightLayout, dequantise, packed_weight, weight_bytes
 
 MXFP4 = WeightLayout("e2m1", (1, 32), "e8m0")

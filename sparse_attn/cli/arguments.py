@@ -13,7 +13,7 @@ import torch
 
 from sparse_attn.cli.plot import check_picture
 from sparse_attn.files import check_output, write_output
-from sparse_attn.ops.layers.linears import ACTIVATIONS
+from sparse_attn.ops.layers.products import ACTIVATIONS
 from sparse_attn.spec import CompressedSpec, Spec, preset
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -14,7 +14,7 @@ from sparse_attn.cli.explain_calls import CALLS
 from sparse_attn.explanation import explain
 from sparse_attn.framework.target import TARGETS
 from sparse_attn.generation.text import say
-from sparse_attn.ops.layers.experts import ACTIVATIONS
+from sparse_attn.ops.layers.products import ACTIVATIONS
 from sparse_attn.pipeline import CACHE_KINDS
 
 PRINT = Path("-")

@@ -7,7 +7,7 @@ transitive: after the wait, all launches before it are done.
 What is older than that it may read. A launch that waits before it lets the next one start (``wait``) has all memory
 before it written when any later launch starts. So behind such a launch, with any others in between, what that one read
 can be read before the wait: ops/topk/ranks does so. No launch of this library writes packed weights, so they can be
-read before the wait, too: ops/layers/linears/hopper does so. Its contract asks whoever writes them for a launch
+read before the wait, too: ops/layers/products/hopper does so. Its contract asks whoever writes them for a launch
 between that does not start early.
 """
 

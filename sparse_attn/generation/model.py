@@ -14,7 +14,7 @@ from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models import deepseek_v4, deepseek_v32, mtp
 from sparse_attn.models.params import hold, keeps_dtype
 from sparse_attn.models.shapes import prediction_spec
-from sparse_attn.ops.layers.linears import ACTIVATIONS
+from sparse_attn.ops.layers.products import ACTIVATIONS
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.types import Caches, StepPlan, WindowCaches

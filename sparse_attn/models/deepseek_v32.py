@@ -50,7 +50,7 @@ def forward(
     params: what checkpoints.load gives. tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id
     in [0, vocab), their logits mean nothing. caches: one KV cache per layer, one index cache per layer that has an
     indexer. logits_bytes: bound on the index scores held at a time. prefill_activations: "fp8" quantises what a step
-    with prefill rows multiplies by packed weights but the head (ops.layers.linears, ops.layers.experts: W8A8, W4A8).
+    with prefill rows multiplies by packed weights but the head (ops.layers.products: W8A8, W4A8).
     Steps of decode rows alone are exact. batch_invariant: of attention (pipeline.attend) and of every product. impl: as
     every op takes it. mesh: the ranks that this process is one of; ``params`` are its share (checkpoints.sharding),
     ``spec`` is the whole model's, and ``plan`` is of all context ranks: its blocks are mesh.context.size times as long

@@ -56,7 +56,7 @@ def forward(
     in [0, vocab), their logits mean nothing. caches: what allocate_caches gives. plan: with a ring_table. logits_bytes:
     bound on the index scores held at a time. prefill_in_place: see pipeline.windowed. prefill_activations: as
     models.deepseek_v32.forward takes it. batch_invariant: of attention (pipeline.attend) and of every product
-    (ops.layers.linears). impl: as every op takes it. mesh: the ranks that this process is one of; ``params`` are its
+    (ops.layers.products). impl: as every op takes it. mesh: the ranks that this process is one of; ``params`` are its
     share (checkpoints.sharding), ``spec`` is the whole model's, and ``plan`` is of all context ranks: its blocks are
     mesh.context.size times as long as those of ``caches``. Rings and states are whole on every rank.
     """

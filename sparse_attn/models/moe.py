@@ -10,7 +10,7 @@ Two ways through the routed experts, chosen by what the host knows (device, dtyp
   experts_per_token times the necessary operations, and tokens x num_experts x (2 x intermediate + hidden) values of
   scratch. It is for few or small experts, where a sort costs more than it saves, and for what grouped cannot take.
 
-Packed weights take ops.layers.experts, which has none of these limits.
+Packed weights take ops.layers.products, which has none of these limits.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from sparse_attn.framework.target import Target
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.norms import linear_fp32
 from sparse_attn.models.products import product
-from sparse_attn.ops.layers.experts import packed_experts
-from sparse_attn.ops.layers.linears import grouped_linear
+from sparse_attn.ops.layers.products import grouped_linear, packed_experts
 from sparse_attn.ops.layers.router import biased_grouped_topk, hash_routed_experts
 from sparse_attn.pipeline.parallel.experts import combine, dispatch
 from sparse_attn.pipeline.parallel.ranks import sum_over_ranks
@@ -121,7 +120,7 @@ def experts_grouped(
     """As experts_dense, each token through its own experts alone. The sum over a token's experts has a fixed order.
     Rows of other ranks' experts come last, behind the ends of all groups, and no product reads them. Packed weights
     take an operator of their own, which quantises by ``activations``. num_experts: as it takes them.
-    batch_invariant: so does every weight, see ops.layers.linears.grouped_linear."""
+    batch_invariant: so does every weight, see ops.layers.products.grouped_linear."""
     if isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
         own = ids if first is None else ids - first
         options: dict[str, Any] = dict(activations=activations, batch_invariant=batch_invariant, impl=impl)
@@ -194,7 +193,7 @@ def moe(
     Every rank routes all tokens and runs its own experts for them; one sum over mesh.routed adds them and the shared
     experts up. Where data ranks share experts, a rank runs them, and its part of the shared experts, for the rows of
     all (pipeline.parallel.experts). activations: of every packed product, see models.products.product. batch_invariant:
-    of every product, see ops.layers.linears.grouped_linear; a token's bits on a rank then depend on no other token.
+    of every product, see ops.layers.products.grouped_linear; a token's bits on a rank then depend on no other token.
     """
     options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
     weights, ids = route(x, params, prefix, spec, tokens, **options)

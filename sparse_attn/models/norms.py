@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn.framework.autocast import no_autocast
-from sparse_attn.ops.layers.linears import linear
+from sparse_attn.ops.layers.products import linear
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -46,7 +46,7 @@ def linear_fp32(
     """x [T, d] times weight [n, d] -> fp32 [T, n]; neither is rounded, products are added up in fp32.
 
     On a GPU one kernel reads bf16 of both as they are. Elsewhere, and for weights in fp32, x is widened first.
-    batch_invariant: see ops.layers.linears.grouped_linear, which then multiplies what is widened; impl: its own.
+    batch_invariant: see ops.layers.products.grouped_linear, which then multiplies what is widened; impl: its own.
     """
     if batch_invariant:
         return linear(x.float(), weight.float(), batch_invariant=True, impl=impl)

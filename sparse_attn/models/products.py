@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.framework import checks
-from sparse_attn.ops.layers.linears import ACTIVATIONS, grouped_linear, linear
+from sparse_attn.ops.layers.products import ACTIVATIONS, grouped_linear, linear
 from sparse_attn.pipeline.select import num_decode_rows
 from sparse_attn.types import StepPlan
 from sparse_attn.weight_layout import PackedWeight, Weight
@@ -22,7 +22,7 @@ def activations_of(plan: StepPlan, prefill_activations: str) -> str:
 def product(
     x: torch.Tensor, weight: Weight, *, activations: str = "exact", batch_invariant: bool = False, impl: str
 ) -> torch.Tensor:
-    """ops.layers.linears.linear. activations: of a packed weight; by a plain one rows are multiplied as they are."""
+    """ops.layers.products.linear. activations: of a packed weight; by a plain one rows are multiplied as they are."""
     activations = activations if isinstance(weight, PackedWeight) else "exact"
     return linear(x, weight, activations=activations, batch_invariant=batch_invariant, impl=impl)
 
@@ -31,7 +31,7 @@ def by_groups(
     grouped: torch.Tensor, weight: Weight, *, activations: str = "exact", batch_invariant: bool, impl: str
 ) -> torch.Tensor:
     """grouped [groups, T, d] times weight [groups, n, d] -> [groups, T, n]. activations: of a packed weight.
-    batch_invariant: see ops.layers.linears.grouped_linear."""
+    batch_invariant: see ops.layers.products.grouped_linear."""
     packed = isinstance(weight, PackedWeight)
     if not batch_invariant and not packed:
         return torch.bmm(grouped, weight.transpose(1, 2))

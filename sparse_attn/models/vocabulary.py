@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn.mesh import ONE_RANK, Mesh
-from sparse_attn.ops.layers.linears import linear
+from sparse_attn.ops.layers.products import linear
 from sparse_attn.pipeline.parallel.ranks import join_over_ranks, sum_over_ranks
 from sparse_attn.weight_layout import Weight
 

@@ -17,7 +17,7 @@ from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.ops.attention.sparse import dispatch as attention
 from sparse_attn.ops.attention.sparse.problem import KvLayout, Problem, packed_decode, packed_prefill
 from sparse_attn.ops.indexer.scores import dispatch as scoring
-from sparse_attn.ops.layers.linears import ACTIVATIONS
+from sparse_attn.ops.layers.products import ACTIVATIONS
 from sparse_attn.ops.ragged.lists import config as ragged_config
 from sparse_attn.ops.topk.fused import LOGITS_BYTES
 from sparse_attn.ops.topk.fused import config as index_topk_config

@@ -10,10 +10,8 @@ import torch
 
 from sparse_attn.framework.dispatch import Choice
 from sparse_attn.framework.target import Target
-from sparse_attn.ops.layers.experts import dispatch as experts
-from sparse_attn.ops.layers.experts.plan import Problem as Routed
-from sparse_attn.ops.layers.linears import dispatch as linears
-from sparse_attn.ops.layers.linears.plan import Problem
+from sparse_attn.ops.layers.products import dispatch
+from sparse_attn.ops.layers.products.problem import ExpertsProblem, Problem
 from sparse_attn.weight_layout import PackedWeight, Weight, parse_weight_layout, weight_shape
 from sparse_attn.workspace import Scratch
 
@@ -65,12 +63,12 @@ def product_scratches(
         found: list[Choice] = []
         for shape in alone:
             found.append(
-                linears.CHOOSE[activations](shape.problem(tokens * shape.groups, dtype, batch_invariant), target)
+                dispatch.CHOOSE[activations](shape.problem(tokens * shape.groups, dtype, batch_invariant), target)
             )
         for pair in routed:
             first, second = (shape.problem(tokens * experts_per_token, dtype, batch_invariant) for shape in pair)
-            routes = Routed(tokens, experts_per_token, first, second, num_experts, activations, batch_invariant)
-            found.append(experts.choose(routes, target))
+            routes = ExpertsProblem(tokens, experts_per_token, first, second, num_experts, activations, batch_invariant)
+            found.append(dispatch.choose_experts(routes, target))
         return found
 
     for tokens in _counts(most, lambda tokens: [choice.kernel.name for choice in chosen(tokens)]):

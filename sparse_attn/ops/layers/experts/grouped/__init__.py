@@ -1,1 +1,0 @@
-"""Any number of rows: sorted by expert, two grouped products."""

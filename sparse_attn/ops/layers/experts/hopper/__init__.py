@@ -1,1 +1,0 @@
-"""Experts of fp8 rows and MXFP4 weights on Hopper."""

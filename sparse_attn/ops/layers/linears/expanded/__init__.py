@@ -1,1 +1,0 @@
-"""The product of many rows, before which codes are expanded to bf16."""
