@@ -275,7 +275,7 @@ def test_composites_have_rules(debugging):
 @pytest.fixture
 def on_h200(debugging, monkeypatch):
     """Launchers of packages choose on a CPU as for an H200; kernels do not run."""
-    for package in "attention.sparse indexer.scores layers.experts layers.linears topk.fused topk.select".split():
+    for package in "attention.sparse indexer.scores layers.products topk.fused topk.select".split():
         launch = importlib.import_module(f"sparse_attn.ops.{package}.launch")
         monkeypatch.setattr(launch, "target_of", lambda device: H200)
     monkeypatch.setattr("sparse_attn.ops.ragged.lists.launch.pack_rows", lambda *args, **options: None)

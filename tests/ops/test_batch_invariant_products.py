@@ -13,13 +13,10 @@ from sparse_attn.framework.target import TARGETS
 from sparse_attn.models.moe import moe
 from sparse_attn.models.norms import linear_fp32
 from sparse_attn.models.params import random_params
-from sparse_attn.ops.layers.experts import dispatch as experts
-from sparse_attn.ops.layers.experts import packed_experts
-from sparse_attn.ops.layers.experts.plan import Problem as Routed
-from sparse_attn.ops.layers.linears import dispatch, grouped_linear, linear
-from sparse_attn.ops.layers.linears.fp8 import config as fp8
-from sparse_attn.ops.layers.linears.plan import Problem
-from sparse_attn.ops.layers.linears.swap_ab import config
+from sparse_attn.ops.layers.products import dispatch, grouped_linear, linear, packed_experts
+from sparse_attn.ops.layers.products.portable import config as portable
+from sparse_attn.ops.layers.products.problem import ExpertsProblem, Problem
+from sparse_attn.ops.layers.products.swap_ab import config
 from sparse_attn.spec import preset
 from sparse_attn.weight_layout import PackedWeight, WeightLayout
 from sparse_attn.workspace import Scratch
@@ -116,7 +113,7 @@ def test_reference_of_experts(layout):
 @pytest.mark.parametrize("impl", ["swap_ab", "grouped"])
 def test_kernels_of_experts(impl, device, monkeypatch):
     """A few tokens at a time."""
-    monkeypatch.setattr("sparse_attn.ops.layers.experts.swap_ab.config.MOST_ROWS", 7)
+    monkeypatch.setattr("sparse_attn.ops.layers.products.swap_ab.config.MOST_IDS", 7)
     check_experts(MXFP4, device, 5, (1, 3), impl)
 
 
@@ -143,13 +140,15 @@ def test_neither_kernel_nor_splits_follow_from_rows(name):
                 parts = choice.plan.splits, choice.plan.block_k  # a tile of any rows gives the same bits
                 whole = dataclasses.replace(choice.plan, tiles=0, scratch=Scratch())
                 chosen.add((choice.kernel.name, parts if choice.kernel.name == "swap_ab" else whole))
-                quantised.add(dataclasses.replace(fp8.plan(problem, target), tiles=0, scratch=Scratch()))
+                quantised.add(dataclasses.replace(portable.plan_fp8(problem, target), tiles=0, scratch=Scratch()))
             assert len(chosen) == len(quantised) == 1
     for rows in (1, 200, 5000):
         product = Problem(8 * rows, 256, 4096, 7168, BF16, True, "e4m3", "fp32", (128, 128), batch_invariant=True)
-        routed = Routed(rows, 8, product, product._replace(outputs=7168, columns=2048), 256, batch_invariant=True)
+        routed = ExpertsProblem(
+            rows, 8, product, product._replace(outputs=7168, columns=2048), 256, batch_invariant=True
+        )
         few = "grouped" if target.vendor == "amd" else "swap_ab"
-        assert experts.choose(routed, target).kernel.name == few
+        assert dispatch.choose_experts(routed, target).kernel.name == few
 
 
 @pytest.mark.parametrize("name", ["tiny_v32", "tiny_v4"])

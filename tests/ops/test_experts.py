@@ -12,10 +12,8 @@ from support.weights import random_weight
 
 from sparse_attn.fp8 import fp8_quantise
 from sparse_attn.framework.target import H200, TARGETS
-from sparse_attn.ops.layers.experts import dispatch, packed_experts
-from sparse_attn.ops.layers.experts.grouped import config as grouped
-from sparse_attn.ops.layers.experts.plan import Problem, problem_of
-from sparse_attn.ops.layers.linears.plan import Problem as Product
+from sparse_attn.ops.layers.products import dispatch, packed_experts
+from sparse_attn.ops.layers.products.problem import ExpertsProblem, Problem, experts_problem
 from sparse_attn.testing.ops import opcheck, schema
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, dequantise, weight_rows
 
@@ -213,7 +211,7 @@ def test_rows_sorted_for_the_streamed_kernel(columns, device):
     """Of x at any stride, to each of a token's experts; another row stays as it is."""
     from sparse_attn.device import pdl
     from sparse_attn.framework.target import target_of
-    from sparse_attn.ops.layers.experts.hopper.rows import sort_rows
+    from sparse_attn.ops.layers.products.portable.routed_rows import sort_rows
 
     x = torch.randn(6, 2 * columns, dtype=BF16, device=device)[::2, ::2]
     ids, place = (torch.tensor(one, dtype=torch.int32, device=device) for one in (IDS, PLACES))
@@ -234,7 +232,7 @@ def test_rows_quantised_for_the_streamed_kernel(columns, dtype, device):
     the least ones, NaN and infinities; to each of a token's experts, or as they are. Other rows stay."""
     from sparse_attn.device import pdl
     from sparse_attn.framework.target import target_of
-    from sparse_attn.ops.layers.experts.hopper.rows import quantise_rows
+    from sparse_attn.ops.layers.products.portable.routed_rows import quantise_rows
 
     generator = torch.Generator().manual_seed(5)
     rows = torch.randn(9, columns, generator=generator) * torch.exp2(torch.randn(9, 1, generator=generator) * 20)
@@ -261,7 +259,7 @@ def test_rows_quantised_for_the_streamed_kernel(columns, dtype, device):
 def test_sorted_rows_and_their_tiles(rows, experts, block_m, device):
     generator = torch.Generator().manual_seed(rows)
     ids = torch.randint(-2, experts + 2, (rows,), generator=generator, dtype=torch.int32)
-    from sparse_attn.ops.layers.experts.grouped.kernels import order_rows
+    from sparse_attn.ops.layers.products.portable.routed_rows import order_rows
 
     tiles = experts + rows // block_m
     order, place = (torch.full((rows,), -9, dtype=torch.int32, device=device) for _ in range(2))
@@ -281,7 +279,7 @@ def test_sorted_rows_and_their_tiles(rows, experts, block_m, device):
         first += len(some)
     assert [span for span in spans.tolist() if span[0] >= 0] == want
     assert all(span[0] == -1 for span in spans.tolist() if span not in want)
-    from sparse_attn.ops.layers.experts.hopper.rows import keep_spans
+    from sparse_attn.ops.layers.products.portable.routed_rows import keep_spans
 
     kept, count = torch.full_like(spans, -9), torch.full((1,), -9, dtype=torch.int32, device=device)
     keep_spans[(1,)](spans, kept, count, tiles, BLOCK=16, PDL=False)
@@ -416,8 +414,8 @@ def test_errors(change, error, message):
 
 def problem(tokens, k=6, experts=256, **more):
     facts = dict(dtype=BF16, ends=True, codes="e2m1", scale="e8m0", block=(1, 32)) | more
-    first, second = (Product(tokens * k, experts, a, b, **facts) for a, b in ((4096, 4096), (4096, 2048)))
-    return Problem(tokens, k, first, second, experts)
+    first, second = (Problem(tokens * k, experts, a, b, **facts) for a, b in ((4096, 4096), (4096, 2048)))
+    return ExpertsProblem(tokens, k, first, second, experts)
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -425,13 +423,13 @@ def test_which_kernel_runs(name):
     amd = name.startswith("gfx")
     few, many = ("grouped", "grouped") if amd else ("swap_ab", "sorted")
     most = "hopper" if TARGETS[name].is_hopper else many
-    chosen = [dispatch.choose(problem(tokens), TARGETS[name]).kernel.name for tokens in (1, 8, 64, 512, 4096)]
+    chosen = [dispatch.choose_experts(problem(tokens), TARGETS[name]).kernel.name for tokens in (1, 8, 64, 512, 4096)]
     assert chosen == [few] * 2 + [many] + [most] * 2
     for tokens in (1, 512, 4096):
         fp8 = problem(tokens)._replace(activations="fp8")
-        chosen = dispatch.choose(fp8, TARGETS[name]).kernel.name
+        chosen = dispatch.choose_experts(fp8, TARGETS[name]).kernel.name
         assert chosen == ("hopper" if TARGETS[name].is_hopper else "grouped")
-        assert dispatch.choose(fp8._replace(batch_invariant=True), TARGETS[name]).kernel.name == "grouped"
+        assert dispatch.choose_experts(fp8._replace(batch_invariant=True), TARGETS[name]).kernel.name == "grouped"
 
 
 @pytest.mark.parametrize("activations, tokens, tile", [
@@ -439,7 +437,7 @@ def test_which_kernel_runs(name):
     ("exact", 512, (32, 3)), ("exact", 2048, (64, 4)), ("exact", 4096, (128, 2)), ("exact", 20000, (128, 2)),
 ])  # fmt: skip
 def test_tiles_on_hopper(activations, tokens, tile):
-    plan = dispatch.choose(problem(tokens)._replace(activations=activations), H200).plan
+    plan = dispatch.choose_experts(problem(tokens)._replace(activations=activations), H200).plan
     assert (plan.block_m, plan.num_stages) == tile
 
 
@@ -451,7 +449,7 @@ def test_a_rank_counts_the_ids_of_its_experts_alone(activations, tokens, alone, 
     """32 of 256 experts take an eighth of the ids in the mean."""
     for num_experts, want in ((32, alone), (256, among)):
         asked = problem(tokens, experts=32)._replace(num_experts=num_experts, activations=activations)
-        choice = dispatch.choose(asked, H200)
+        choice = dispatch.choose_experts(asked, H200)
         assert (choice.kernel.name, choice.plan.block_m) == want
 
 
@@ -460,8 +458,8 @@ def test_grouped_products_have_tiles_of_their_own_ids():
     facts = dict(experts=32, k=8, codes="e4m3", scale="fp32", block=(128, 128))
     for num_experts, rows in ((32, 128), (256, 64), (1024, 16)):
         asked = problem(1024, **facts)._replace(num_experts=num_experts, activations="fp8")
-        plans = [choice.plan for choice in grouped.products(asked, H200)]
-        assert dispatch.choose(asked, H200).kernel.name == "grouped"
+        plans = [choice.plan for choice in dispatch.grouped_products(asked, H200)]
+        assert dispatch.choose_experts(asked, H200).kernel.name == "grouped"
         assert all((plan.block_m, plan.tiles) == (rows, 33 + (8192 - 33) // rows) for plan in plans)
 
 
@@ -483,7 +481,7 @@ def test_how_many_experts_there_are_changes_no_result(impl, device):
     (dict(tokens=1, aligned=False), "gate_up: codes: got any address"),
 ])  # fmt: skip
 def test_what_it_does_not_take(change, reason):
-    choice = dispatch.choose(problem(change.pop("tokens"), **change), H200)
+    choice = dispatch.choose_experts(problem(change.pop("tokens"), **change), H200)
     assert choice.kernel.name == ("sorted" if reason.startswith("ids") else "grouped")
     assert choice.passed_over[0][1].startswith(reason)
 
@@ -495,15 +493,15 @@ def test_scales_that_are_not_copied_by_words():
         scales=torch.empty(pair[1].scales.numel() + 1, dtype=torch.uint8)[1:].view_as(pair[1].scales)
     )
     x, ids = torch.zeros(9, HIDDEN, dtype=BF16), torch.zeros(9, K, dtype=torch.int32)
-    found = problem_of(x, ids, *pair[0], *moved, EXPERTS, "exact", False)
+    found = experts_problem(x, ids, pair[0], moved, EXPERTS, "exact", False)
     assert (found.gate_up.scales_aligned, found.down.scales_aligned) == (True, False)
     many = problem(4096, scales_aligned=False)
-    choice = dispatch.choose(many, H200)
+    choice = dispatch.choose_experts(many, H200)
     assert choice.kernel.name == "sorted"
     with pytest.raises(
         ValueError, match="gate_up: scales: got any address and strides, allowed: rows at multiples of 8"
     ):
-        dispatch.choose(many, H200, "hopper")
+        dispatch.choose_experts(many, H200, "hopper")
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from support.products import check, check_replays, drawn_ends, rows_of, tensor_o
 from support.weights import random_weight
 
 from sparse_attn.models.params import hold_weight
-from sparse_attn.ops.layers.linears import grouped_linear, linear, reference
+from sparse_attn.ops.layers.products import grouped_linear, linear, reference
 from sparse_attn.testing.ops import opcheck, schema
 from sparse_attn.weight_layout import (
     PackedWeight,

@@ -10,8 +10,8 @@ from support.products import check, check_replays, drawn_ends, in_line, problem,
 from support.weights import random_weight
 
 from sparse_attn.framework.target import H200, TARGETS
-from sparse_attn.ops.layers.linears import dispatch, grouped_linear
-from sparse_attn.ops.layers.linears.expanded import config
+from sparse_attn.ops.layers.products import dispatch, grouped_linear
+from sparse_attn.ops.layers.products.portable import config
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, weight_rows
 from sparse_attn.workspace import Workspace, size_of, use
 
@@ -42,9 +42,9 @@ def weight_of(layout, groups, outputs, columns, device):
 def few_bytes(monkeypatch):
     """Room for ``outputs`` of a group, at least."""
 
-    def allow(groups, columns, outputs=config.TILE.outputs):
+    def allow(groups, columns, outputs=config.EXPANDED_TILE.outputs):
         dispatch.choose.cache_clear()
-        monkeypatch.setattr(config, "MOST_BYTES", 2 * groups * columns * outputs)
+        monkeypatch.setattr(config, "EXPANDED_BYTES", 2 * groups * columns * outputs)
 
     yield allow
     dispatch.choose.cache_clear()
@@ -109,7 +109,7 @@ def test_kernel_of_every_code(layout, device):
 def test_kernel_with_dirty_scratch(device):
     """Its last outputs do not fill it."""
     weight, rows = weight_of(V32, 1, 200, 128, device), rows_in_line(20, 128, device)
-    scratch = config.plan(problem(20, 1, outputs=200, columns=128), H200).scratch
+    scratch = config.plan_expanded(problem(20, 1, outputs=200, columns=128), H200).scratch
     owner = Workspace(size_of(scratch), device)
     owner.lock()
     with use(owner):
@@ -129,7 +129,7 @@ def test_kernel_with_dirty_scratch(device):
 ])  # fmt: skip
 def test_what_it_does_not_take(change, reason):
     asked = problem(**dict(rows=4096, groups=1) | change)
-    answer = config.supports(asked, H200)
+    answer = config.supports_expanded(asked, H200)
     assert not answer.ok and answer.reason.startswith(reason)
     assert dispatch.choose(asked, H200).kernel.name == ("swap_ab" if asked.rows == 256 else "portable")
 
@@ -149,7 +149,7 @@ def test_outputs_are_expanded_in_parts_with_the_fewest_waves():
         (24576, 1536, 1, 21632), (7168, 16384, 1, 2048), (36864, 7168, 1, 4224), (576, 7168, 1, 576),
         (1024, 4096, 8, 1024), (1, 128, 1, 1), (8192, 7168, 1, 4608),
     ):  # fmt: skip
-        plan = config.plan(problem(4096 * groups, groups, outputs=outputs, columns=columns), H200)
+        plan = config.plan_expanded(problem(4096 * groups, groups, outputs=outputs, columns=columns), H200)
         assert plan.outputs_at_once == held
 
 
@@ -160,9 +160,9 @@ def test_scratch_does_not_depend_on_the_number_of_rows():
         (1024, 4096, 8, 1024), (1, 128, 1, 1),
     ):  # fmt: skip
         for rows in (129, 1024, 1025, 1500, 2048, 4096):
-            plan = config.plan(problem(rows * groups, groups, outputs=outputs, columns=columns), H200)
+            plan = config.plan_expanded(problem(rows * groups, groups, outputs=outputs, columns=columns), H200)
             (buffer,) = plan.scratch.buffers
-            assert buffer.shape == (groups, held, columns) and buffer.nbytes <= config.MOST_BYTES
+            assert buffer.shape == (groups, held, columns) and buffer.nbytes <= config.EXPANDED_BYTES
             assert 0 < plan.outputs_at_once <= held
 
 

@@ -12,10 +12,10 @@ from support.weights import random_weight
 
 from sparse_attn.fp8 import fp8_quantise
 from sparse_attn.framework.target import TARGETS, target_of
-from sparse_attn.ops.layers.linears import dispatch, grouped_linear, linear
-from sparse_attn.ops.layers.linears.fp8.launch import quantise
-from sparse_attn.ops.layers.linears.plan import problem_of
-from sparse_attn.ops.layers.linears.reference import quantised_rows
+from sparse_attn.ops.layers.products import dispatch, grouped_linear, linear
+from sparse_attn.ops.layers.products.portable.launch import quantise
+from sparse_attn.ops.layers.products.problem import problem_of
+from sparse_attn.ops.layers.products.reference import quantised_rows
 from sparse_attn.testing.ops import opcheck
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, weight_rows
 from sparse_attn.workspace import Workspace, size_of, use
@@ -170,8 +170,7 @@ def test_gpu_product_of_torch(rows, layout):
     codes, scales, name = random_weight(layout, 1, 384, 1024, moderate=True)
     x, target = rows_of(rows, 1024, BF16, "cuda").contiguous(), target_of(torch.device("cuda"))
     weight = PackedWeight(codes.cuda(), scales.cuda(), name)
-    arguments = x, None, weight.codes.view(torch.uint8), weight.scales, name
-    scratch = dispatch.choose_fp8(problem_of(*arguments), target, "torch").plan.scratch
+    scratch = dispatch.choose_fp8(problem_of(x, None, weight), target, "torch").plan.scratch
     owner = Workspace(size_of(scratch), torch.device("cuda"))
     owner.lock()
     with use(owner):
@@ -190,7 +189,7 @@ def test_gpu_product_of_torch(rows, layout):
 @pytest.mark.parametrize("layout", [V32, V4], ids=lambda layout: layout.name)
 def test_which_product_torch_takes(layout, rows):
     """On Hopper all of whole blocks, of any number of rows, which it has room to round up."""
-    whole = torch.empty(rows, 1024, dtype=BF16, device="meta"), None, *random_weight(layout, 1, 384, 1024)
+    whole = torch.empty(rows, 1024, dtype=BF16, device="meta"), None, random_weight(layout, 1, 384, 1024)
     choice = dispatch.choose_fp8(problem_of(*whole), TARGETS["sm_90"])
     held = -(-rows // 16) * 16
     wanted = {"rows": (held, 1024), "row_scales": (8, held)} | ({"scales": (3, 8)} if layout is V4 else {})

@@ -13,9 +13,9 @@ from support.weights import random_weight
 
 from sparse_attn import workspace
 from sparse_attn.framework.target import H200, TARGETS, target_of
-from sparse_attn.ops.layers.linears import dispatch, launch, linear
-from sparse_attn.ops.layers.linears.hopper import config
-from sparse_attn.ops.layers.linears.plan import Problem, problem_of
+from sparse_attn.ops.layers.products import dispatch, launch, linear
+from sparse_attn.ops.layers.products.hopper import config
+from sparse_attn.ops.layers.products.problem import Problem, problem_of
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, weight_rows
 
 V32 = WeightLayout("e4m3", (128, 128), "fp32")
@@ -40,14 +40,14 @@ def test_where_it_applies():
     )  # fmt: skip
     for other in others:
         assert name(**other) != NAME, other
-    assert not config.supports(problem(outputs=(1 << 24) + 1), H200).able
+    assert not config.supports_stream_k(problem(outputs=(1 << 24) + 1), H200).able
 
 
 def test_more_rows_than_a_tile_has_are_multiplied_some_at_a_time():
     """As few times as tiles of 128 rows allow, each of as many. With few codes they are soon expanded instead."""
     rows = (17, 128, 129, 256, 257, 1024)
     assert [config.rows_at_once(n) for n in rows] == [17, 128, 65, 128, 86, 128]
-    assert [config.plan_wide(problem(n), H200).block_m for n in rows] == [32, 128, 128, 128, 128, 128]
+    assert [config.plan_stream_k_wide(problem(n), H200).block_m for n in rows] == [32, 128, 128, 128, 128, 128]
     for outputs, columns, most in ((576, 7168, 128), (7168, 2048, 448), (4096, 8192, 1024), (7168, 16384, 1024)):
         names = [dispatch.choose(problem(n, outputs, columns), H200).kernel.name for n in (16, 17, most, most + 1)]
         assert names == [NAME, f"{NAME}_wide", f"{NAME}_wide", "expanded"]
@@ -61,7 +61,7 @@ def test_rows_that_no_box_can_hold():
 
     def aligned(*strides, rows=3, offset=0):
         x = memory[first + offset :].as_strided((rows, 128), strides)
-        return problem_of(x, None, weight.codes.view(torch.uint8), weight.scales, weight.layout).rows_aligned
+        return problem_of(x, None, weight).rows_aligned
 
     assert aligned(128, 1) and aligned(136, 1) and aligned(3, 1, rows=1) and aligned(128, 1, offset=8)
     assert not any((aligned(132, 1), aligned(0, 1), aligned(64, 1), aligned(256, 2), aligned(128, 1, offset=4)))
@@ -72,13 +72,13 @@ def test_a_lone_output_of_any_stride_is_not_read_as_words():
     codes = torch.zeros(640, dtype=torch.uint8)
     codes = codes[-codes.data_ptr() % 16 :].as_strided((1, 1, 128), (130, 130, 1))
     rows, scales = torch.zeros(2, 128, dtype=torch.bfloat16), torch.ones(1, 1, 1)
-    found = problem_of(rows, None, codes, scales, V32.name)
+    found = problem_of(rows, None, PackedWeight(codes, scales, V32.name))
     assert not found.aligned and dispatch.choose(found, H200).kernel.name == "portable"
 
 
 @pytest.mark.parametrize("outputs, columns", [(24576, 1536), (7168, 16384), (576, 7168), (64, 128), (130, 256)])
 def test_no_cta_is_without_steps(outputs, columns):
-    plan = config.plan(problem(outputs=outputs, columns=columns), H200)
+    plan = config.plan_stream_k(problem(outputs=outputs, columns=columns), H200)
     steps = -(-outputs // plan.block_n) * columns // plan.block_k
     assert 1 <= plan.grid <= min(steps, config.FORMS[plan.block_m].ctas * H200.num_sms)
     assert plan.grid == 1 or steps // plan.grid >= config.LEAST_STEPS
@@ -90,7 +90,10 @@ def test_runs_end_with_tiles_where_that_costs_few_ctas():
     runs = {}
     for outputs, columns in ((24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048), (127 * 128, 17 * 128)):
         steps = outputs // 128 * columns // 128
-        ctas = [plan(problem(n, outputs, columns), H200).grid for n, plan in ((64, config.plan_wide), (8, config.plan))]
+        ctas = [
+            plan(problem(n, outputs, columns), H200).grid
+            for n, plan in ((64, config.plan_stream_k_wide), (8, config.plan_stream_k))
+        ]
         runs[outputs, columns] = [(n, round(steps / n, 1)) for n in ctas]
     assert runs == {
         (24576, 1536): [(96, 24), (192, 12)],

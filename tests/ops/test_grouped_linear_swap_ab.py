@@ -13,10 +13,10 @@ from support.weights import random_weight
 
 from sparse_attn.device.packed_dot import CODES_PER_WORD, _gathered
 from sparse_attn.framework.target import H200, TARGETS, target_of
-from sparse_attn.ops.layers.linears import dispatch, grouped_linear, launch
-from sparse_attn.ops.layers.linears.plan import Problem
-from sparse_attn.ops.layers.linears.swap_ab import config
-from sparse_attn.ops.layers.linears.swap_ab.launch import PLACED, place
+from sparse_attn.ops.layers.products import dispatch, grouped_linear, launch
+from sparse_attn.ops.layers.products.problem import Problem
+from sparse_attn.ops.layers.products.swap_ab import config
+from sparse_attn.ops.layers.products.swap_ab.launch import PLACED, place
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, weight_rows
 
 V32 = WeightLayout("e4m3", (128, 128), "fp32")

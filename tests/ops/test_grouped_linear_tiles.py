@@ -11,8 +11,8 @@ from support.weights import random_weight
 
 from sparse_attn.explanation import explain
 from sparse_attn.framework.target import H200, TARGETS
-from sparse_attn.ops.layers.linears import dispatch, grouped_linear
-from sparse_attn.ops.layers.linears.plan import Problem
+from sparse_attn.ops.layers.products import dispatch, grouped_linear
+from sparse_attn.ops.layers.products.problem import Problem
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, weight_columns, weight_rows
 
 V32 = WeightLayout("e4m3", (128, 128), "fp32")

@@ -13,8 +13,8 @@ from sparse_attn.ops.attention.sparse.portable import config as portable
 from sparse_attn.ops.attention.sparse.problem import packed_decode, packed_prefill
 from sparse_attn.ops.indexer.scores import dispatch as scores
 from sparse_attn.ops.indexer.scores.plan import PrefillPlan
-from sparse_attn.ops.layers.linears import dispatch as products
-from sparse_attn.ops.layers.linears.plan import Problem as Product
+from sparse_attn.ops.layers.products import dispatch as products
+from sparse_attn.ops.layers.products.problem import Problem as Product
 from sparse_attn.ops.topk.select import dispatch as topk
 from sparse_attn.ops.topk.select.plan import Problem
 from sparse_attn.testing.launches import TARGETS

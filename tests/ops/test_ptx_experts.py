@@ -12,8 +12,8 @@ from support.ptx.run import execute
 from support.weights import random_weight
 
 from sparse_attn.framework.target import H200
-from sparse_attn.ops.layers.experts.hopper import config
-from sparse_attn.ops.layers.experts.plan import problem_of
+from sparse_attn.ops.layers.products.hopper import config
+from sparse_attn.ops.layers.products.problem import experts_problem
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, dequantise
 
 pytestmark = pytest.mark.aot
@@ -66,15 +66,15 @@ def rows_of(n: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 def product(ids, hidden, intermediate, *, gated, activations="fp8", weight=None, clamp=0.5, target=FEW_SMS):
     """(what it gives, what it should, whose product may have lost 2^-13 of its magnitudes)."""
-    from sparse_attn.ops.layers.experts.hopper import kernels, launch
+    from sparse_attn.ops.layers.products.hopper import experts, launch
 
     columns, outputs = (hidden, intermediate) if gated else (intermediate, hidden)
     weight = weight or weight_of(outputs * (2 if gated else 1), columns)
     pair = (weight_of(2 * intermediate, hidden), weight_of(hidden, intermediate))
     x = torch.zeros(ids.shape[0], hidden, dtype=torch.bfloat16)
-    problem = problem_of(x, ids, *pair[0], *pair[1], len(pair[0].codes), activations, False)
-    assert config.supports(problem, H200).able
-    plan = config.plan(problem, H200)
+    problem = experts_problem(x, ids, *pair, len(pair[0].codes), activations, False)
+    assert config.supports_experts(problem, H200).able
+    plan = config.plan_experts(problem, H200)
     order, spans = dealt(ids, plan.block_m)
     held = spans[spans[:, 0] >= 0]
     spans, count = torch.cat([held, torch.full_like(spans[len(held) :], 2**30)]), torch.tensor([len(held)]).int()
@@ -87,8 +87,8 @@ def product(ids, hidden, intermediate, *, gated, activations="fp8", weight=None,
     weights = torch.rand(ids.numel(), generator=torch.Generator().manual_seed(1))
     memory = torch.full((ids.numel() + 1, outputs), DIRT, dtype=torch.bfloat16)
     full_order = torch.cat([order, torch.full((ids.numel() - len(order),), 2**30, dtype=torch.int32)])
-    execute(kernels, "multiply", lambda: launch._multiply(
-        rows, scales, tuple(weight), (spans, count), full_order, weights, memory[:-1], plan, target,
+    execute(experts, "multiply", lambda: launch._multiply(
+        rows, scales, weight, (spans, count), full_order, weights, memory[:-1], plan, target,
         clamp if gated else None, gated=gated,
     ))  # fmt: skip
     want, all_values = torch.full(memory.shape, DIRT).double(), dequantise(weight).double()

@@ -14,12 +14,11 @@ from support.weights import random_weight
 
 from sparse_attn.fp8 import fp8_quantise
 from sparse_attn.framework.target import H200
-from sparse_attn.ops.layers.linears import grouped_linear
-from sparse_attn.ops.layers.linears.expanded import config as many_rows
-from sparse_attn.ops.layers.linears.fp8 import config as fp8
-from sparse_attn.ops.layers.linears.hopper import config as hopper
-from sparse_attn.ops.layers.linears.plan import Product, problem_of
-from sparse_attn.ops.layers.linears.swap_ab import config
+from sparse_attn.ops.layers.products import grouped_linear
+from sparse_attn.ops.layers.products.hopper import config as hopper
+from sparse_attn.ops.layers.products.portable import config as portable
+from sparse_attn.ops.layers.products.problem import Product, problem_of
+from sparse_attn.ops.layers.products.swap_ab import config
 from sparse_attn.weight_layout import WeightLayout
 
 pytestmark = pytest.mark.aot
@@ -32,11 +31,11 @@ DIRT = 7.0
 def product(rows, weight, splits=1):
     """bf16 [rows, outputs] of the kernel, the last outputs of a tile missing; nothing is written beside."""
     from sparse_attn.device import packed_dot
-    from sparse_attn.ops.layers.linears.swap_ab import kernels, launch
+    from sparse_attn.ops.layers.products.swap_ab import kernels, launch
 
     codes, scales = weight.codes.view(torch.uint8), weight.scales
     (n, columns), outputs = rows.shape, codes.shape[1]
-    problem = problem_of(rows, None, codes, scales, weight.layout)
+    problem = problem_of(rows, None, weight)
     old = config.plan(problem, H200)
     tile = config.Tile(old.block_m, old.block_n, old.block_k, old.num_warps, old.num_stages, old.registers)
     plan = config.planned(problem, tile, splits)
@@ -54,20 +53,22 @@ def product(rows, weight, splits=1):
 
 def streamed(rows, weight, grid, first_row=0, seed=0):
     """As product, of stream_k by ``grid`` CTAs."""
-    from sparse_attn.ops.layers.linears.hopper import kernels, launch
+    from sparse_attn.ops.layers.products.hopper import launch, stream_k
 
-    product, plan, memory = _stream(rows, weight, grid, first_row, hopper.supports, hopper.plan)
-    execute(kernels, "stream_k", lambda: launch.multiply(product, plan), seed)
+    product, plan, memory = _stream(rows, weight, grid, first_row, hopper.supports_stream_k, hopper.plan_stream_k)
+    execute(stream_k, "stream_k", lambda: launch.multiply_stream_k(product, plan), seed)
     assert (memory[-1] == DIRT).all() and not product.counters.any()
     return memory[:-1]
 
 
 def streamed_wide(rows, weight, grid, first_row=0, seed=0):
     """The same of stream_k_wide."""
-    from sparse_attn.ops.layers.linears.hopper import launch, wide
+    from sparse_attn.ops.layers.products.hopper import launch, stream_k_wide
 
-    product, plan, memory = _stream(rows, weight, grid, first_row, hopper.supports_wide, hopper.plan_wide)
-    execute(wide, "stream_k_wide", lambda: launch.multiply_wide(product, plan), seed)
+    product, plan, memory = _stream(
+        rows, weight, grid, first_row, hopper.supports_stream_k_wide, hopper.plan_stream_k_wide
+    )
+    execute(stream_k_wide, "stream_k_wide", lambda: launch.multiply_stream_k_wide(product, plan), seed)
     assert (memory[-1] == DIRT).all() and not product.counters.any()
     return memory[:-1]
 
@@ -75,7 +76,7 @@ def streamed_wide(rows, weight, grid, first_row=0, seed=0):
 def _stream(rows, weight, grid, first_row, supports, planned):
     """(Product, plan by ``grid`` CTAs, what the product is written to and a row more)."""
     codes, scales = weight.codes.view(torch.uint8), weight.scales
-    problem = problem_of(rows, None, codes, scales, weight.layout)
+    problem = problem_of(rows, None, weight)
     assert supports(problem, H200).able
     plan = dataclasses.replace(planned(problem, H200), grid=grid)
     memory = torch.full((len(rows) + 1, codes.shape[1]), DIRT, dtype=torch.bfloat16)
@@ -86,32 +87,33 @@ def _stream(rows, weight, grid, first_row, supports, planned):
 
 def expanded(rows, weight, tile, first_row=0):
     """As product, of codes that are expanded before it."""
-    from sparse_attn.ops.layers.linears.expanded import kernels, launch
+    from sparse_attn.ops.layers.products.portable import expanded as kernels
+    from sparse_attn.ops.layers.products.portable import launch
 
     codes, scales = weight.codes.view(torch.uint8), weight.scales
-    problem = problem_of(rows, None, codes, scales, weight.layout)
-    assert many_rows.supports(problem, H200).able
+    problem = problem_of(rows, None, weight)
+    assert portable.supports_expanded(problem, H200).able
     plan = dataclasses.replace(
-        many_rows.plan(problem, H200), tiles=-(-len(rows) // tile.rows), block_m=tile.rows, block_n=tile.outputs,
+        portable.plan_expanded(problem, H200), tiles=-(-len(rows) // tile.rows), block_m=tile.rows, block_n=tile.outputs,
         block_k=tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     memory = torch.full((len(rows) + 1, codes.shape[1]), DIRT, dtype=torch.bfloat16)
     values = torch.full((1, *codes.shape[1:2], rows.shape[1]), torch.nan, dtype=torch.bfloat16)
     arguments = rows, None, codes, scales, memory[:-1], problem, first_row, [values], torch.zeros(0, dtype=torch.int64)
     for kernel in ("expand", "multiply"):
-        execute(kernels, kernel, lambda: launch.multiply(Product(*arguments), plan))
+        execute(kernels, kernel, lambda: launch.multiply_expanded(Product(*arguments), plan))
     assert (memory[-1] == DIRT).all()
     return memory[:-1]
 
 
 def quantised(rows, weight, tile, first_row=0):
     """As product, of rows that are quantised to fp8, here by the reference."""
-    from sparse_attn.ops.layers.linears.fp8 import kernels, launch
+    from sparse_attn.ops.layers.products.portable import fp8, launch
 
     codes, scales = weight.codes.view(torch.uint8), weight.scales
-    problem = problem_of(rows, None, codes, scales, weight.layout)
+    problem = problem_of(rows, None, weight)
     plan = dataclasses.replace(
-        fp8.plan(problem, H200), tiles=-(-len(rows) // tile.rows), block_m=tile.rows, block_n=tile.outputs,
+        portable.plan_fp8(problem, H200), tiles=-(-len(rows) // tile.rows), block_m=tile.rows, block_n=tile.outputs,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     memory = torch.full((len(rows) + 1, codes.shape[1]), DIRT, dtype=torch.bfloat16)
@@ -119,7 +121,7 @@ def quantised(rows, weight, tile, first_row=0):
     values, row_scales = fp8_quantise(blocks, "e4m3fn", "pow2", 448 * 2.0**-126)
     views, counters = [values.flatten(1), row_scales], torch.zeros(0, dtype=torch.int64)
     product = Product(rows, None, codes, scales, memory[:-1], problem, first_row, views, counters)
-    execute(kernels, "multiply", lambda: launch.multiply(product, plan))
+    execute(fp8, "multiply", lambda: launch.multiply_fp8(product, plan))
     assert (memory[-1] == DIRT).all()
     return memory[:-1]
 
@@ -221,8 +223,8 @@ def test_stream_k_wide_has_the_same_bits_in_any_tile():
 @pytest.mark.parametrize(
     "layout, tile, n, outputs, columns",
     [
-        (V32, many_rows.TILE, 140, 150, 640), (V4, many_rows.TILE, 140, 300, 640),
-        (V32, many_rows.FEW_TILES, 70, 130, 640), (MXFP4, many_rows.FEW_TILES, 20, 70, 1056),
+        (V32, portable.EXPANDED_TILE, 140, 150, 640), (V4, portable.EXPANDED_TILE, 140, 300, 640),
+        (V32, portable.EXPANDED_FEW_TILES, 70, 130, 640), (MXFP4, portable.EXPANDED_FEW_TILES, 20, 70, 1056),
     ],
 )  # fmt: skip
 def test_expanded(layout, tile, n, outputs, columns):
@@ -235,8 +237,8 @@ def test_expanded(layout, tile, n, outputs, columns):
 @pytest.mark.parametrize(
     "layout, tile, n, outputs, columns",
     [
-        (V32, fp8.WIDE, 140, 150, 640), (V4, fp8.WIDE, 20, 260, 320), (MXFP4, fp8.TILES[0], 20, 70, 256),
-        (V32, fp8.WIDE_FEW, 70, 150, 640), (V32, fp8.INVARIANT_TILE, 70, 70, 640),
+        (V32, portable.FP8_WIDE, 140, 150, 640), (V4, portable.FP8_WIDE, 20, 260, 320), (MXFP4, portable.FP8_TILES[0], 20, 70, 256),
+        (V32, portable.FP8_WIDE_FEW, 70, 150, 640), (V32, portable.FP8_INVARIANT_TILE, 70, 70, 640),
     ],
 )  # fmt: skip
 def test_quantised_rows(layout, tile, n, outputs, columns):
@@ -245,7 +247,7 @@ def test_quantised_rows(layout, tile, n, outputs, columns):
 
 
 @pytest.mark.few(0)
-@pytest.mark.parametrize("run, tile", [(expanded, many_rows.FEW_TILES), (quantised, fp8.WIDE)])
+@pytest.mark.parametrize("run, tile", [(expanded, portable.EXPANDED_FEW_TILES), (quantised, portable.FP8_WIDE)])
 def test_many_rows_of_a_cut_weight(run, tile):
     """Its first row is the fourth of a scale block."""
     rows, weight = in_line(rows_of(20, 256, torch.bfloat16)), weight_in_line(V32, 300, 256)

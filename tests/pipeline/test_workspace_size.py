@@ -17,8 +17,8 @@ from sparse_attn.layout import LatentFp8Layout
 from sparse_attn.mesh import planned_mesh
 from sparse_attn.ops.attention.sparse import dispatch as attention
 from sparse_attn.ops.attention.sparse.problem import packed_decode
-from sparse_attn.ops.layers.linears import dispatch as linears
-from sparse_attn.ops.layers.linears.plan import Problem
+from sparse_attn.ops.layers.products import dispatch as linears
+from sparse_attn.ops.layers.products.problem import Problem
 from sparse_attn.ops.ragged.lists import config as ragged_config
 from sparse_attn.pipeline import Bounds, bounds, cache_layouts, workspace_size
 from sparse_attn.pipeline.products import product_scratches

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sparse_attn.ops.layers.linears.plan import Problem
-from sparse_attn.ops.layers.linears.reference import quantised_rows
+from sparse_attn.ops.layers.products.problem import Problem
+from sparse_attn.ops.layers.products.reference import quantised_rows
 from sparse_attn.weight_layout import PackedWeight, dequantise
 
 NAN = float("nan")
