@@ -124,9 +124,9 @@ TABLES = {
     "`indexer.scores`, contiguous keys": prefill_scores,
     "`indexer.scores`, paged keys": paged_scores,
     "`topk.select`, `topk.fused`": selection,
-    "`layers.linears`": products,
-    "`layers.linears`, fp8 rows": quantised_products,
-    "`layers.experts`": routed,
+    "`layers.products`, linears": products,
+    "`layers.products`, linears of fp8 rows": quantised_products,
+    "`layers.products`, experts": routed,
 }
 
 # --- the table

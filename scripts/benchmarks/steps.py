@@ -23,25 +23,31 @@ from sparse_attn.pipeline import cache_layouts
 from sparse_attn.roofline import Work
 from sparse_attn.spec import CompressedSpec, preset
 
-PARTS = {
-    "experts": ("layers.experts",), "linears": ("layers.linears",),
-    "rest": ("layers.hyper_connection", "layers.router", "ragged.step_plans"),
-}  # fmt: skip
+PARTS = {  # by how names of modules begin; the first that fits
+    "experts": (
+        "layers.products.hopper.experts",
+        "layers.products.portable.routed_rows",
+        "layers.products.swap_ab.experts",
+        "layers.products.swap_ab.sorted",
+    ),
+    "linears": ("layers.products.",),
+    "rest": ("layers.hyper_connection.", "layers.router.", "ragged.step_plans."),
+}
 TORCH_PRODUCTS = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitk", re.IGNORECASE)
 STEPS = 20
 HELD = 12  # requests that have blocks; their index keys of one layer are more than the L2 holds
 
 
 @functools.cache
-def _packages() -> dict[str, set[str]]:
-    """Triton function -> operator packages that have one of that name."""
+def _modules() -> dict[str, set[str]]:
+    """Triton function -> modules of operators that have one of that name."""
     from triton import JITFunction
 
     found: dict[str, set[str]] = defaultdict(set)
     for module in pkgutil.walk_packages(ops.__path__, ops.__name__ + "."):
         for name, value in vars(importlib.import_module(module.name)).items():
             if isinstance(value, JITFunction) and value.__module__.startswith(ops.__name__):
-                found[name].add(".".join(value.__module__.split(".")[2:4]))
+                found[name].add(value.__module__.removeprefix(ops.__name__ + "."))
     return found
 
 
@@ -52,8 +58,8 @@ def part_of(kernel: str) -> str:
         return "collectives"
     if kernel == "place_rows" or TORCH_PRODUCTS.search(kernel):
         return "linears"
-    packages = _packages().get(kernel, set())
-    parts = {next((part for part, of in PARTS.items() if name in of), "attention") for name in packages}
+    modules = _modules().get(kernel, set())
+    parts = {next((part for part, of in PARTS.items() if name.startswith(of)), "attention") for name in modules}
     return parts.pop() if len(parts) == 1 else "rest"
 
 

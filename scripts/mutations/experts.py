@@ -2,9 +2,9 @@
 
 from mutations.mutation import OPS, Mutation
 
-KERNELS = OPS + "layers/experts/hopper/kernels.py"
-CODES = OPS + "layers/experts/hopper/codes.py"
-OUTPUT = OPS + "layers/experts/hopper/output.py"
+KERNELS = OPS + "layers/products/hopper/experts.py"
+CODES = OPS + "layers/products/hopper/experts_codes.py"
+OUTPUT = OPS + "layers/products/hopper/experts_output.py"
 PRODUCT = ("tests/ops/test_ptx_experts.py::test_product",)
 
 # fmt: off
@@ -81,7 +81,7 @@ EXPERTS = [
     ),
     Mutation(
         "experts-spans-of-a-block-over-another", "spans that are kept of a second block take the place of the first's",
-        OPS + "layers/experts/hopper/rows.py",
+        OPS + "layers/products/portable/routed_rows.py",
         "        found += tl.sum(held.to(tl.int32), 0)\n",
         "        found = tl.sum(held.to(tl.int32), 0)\n",
         ("tests/ops/test_experts.py::test_sorted_rows_and_their_tiles",),
@@ -103,7 +103,7 @@ EXPERTS = [
     ),
     Mutation(
         "experts-rows-sorted-in-order", "sorted rows keep the order of their columns",
-        OPS + "layers/experts/hopper/rows.py",
+        OPS + "layers/products/portable/routed_rows.py",
         "[0, 1, 3, 2])",
         "[0, 1, 2, 3])",
         ("tests/ops/test_experts.py::test_rows_sorted_for_the_streamed_kernel",),
@@ -111,7 +111,7 @@ EXPERTS = [
     ),
     Mutation(
         "experts-scale-at-another-row", "a row's scale stands where its place is looked up",
-        OPS + "layers/experts/hopper/rows.py",
+        OPS + "layers/products/portable/routed_rows.py",
         "tl.store(scales + tl.load(place + i), scale)",
         "tl.store(scales + i % 6, scale)",
         ("tests/ops/test_experts.py::test_rows_quantised_for_the_streamed_kernel",),
@@ -119,7 +119,7 @@ EXPERTS = [
     ),
     Mutation(
         "experts-scale-of-the-last-columns", "a row's scale follows from the last of its values that are read together",
-        OPS + "layers/experts/hopper/rows.py",
+        OPS + "layers/products/portable/routed_rows.py",
         "largest = tl.maximum(largest, finite_or_nan(values)[1])",
         "largest = finite_or_nan(values)[1]",
         ("tests/ops/test_experts.py::test_rows_quantised_for_the_streamed_kernel",),

@@ -456,7 +456,7 @@ PYTHON = [
     ),
     Mutation(
         "expanded-scratch-by-rows", "scratch has room for what is expanded at a time, which some fewer rows exceed",
-        OPS + "layers/linears/expanded/config.py",
+        OPS + "layers/products/portable/config.py",
         "(problem.groups, most, problem.columns)",
         "(problem.groups, outputs, problem.columns)",
         ("tests/pipeline/test_workspace_size.py::test_no_linear_of_fewer_rows_takes_more",),

@@ -2,7 +2,7 @@
 
 from mutations.mutation import OPS, Mutation
 
-KERNELS, STREAM, WIDE = (OPS + f"layers/linears/hopper/{name}.py" for name in ("kernels", "stream", "wide"))
+KERNELS, STREAM, WIDE = (OPS + f"layers/products/hopper/{name}.py" for name in ("stream_k", "stream", "stream_k_wide"))
 
 # fmt: off
 STREAMED = [
@@ -99,7 +99,7 @@ STREAMED = [
     ),
     Mutation(
         "streamed-wide-rows-of-the-first-launch", "every launch multiplies the rows of the first",
-        OPS + "layers/linears/plan.py",
+        OPS + "layers/products/problem.py",
         "self._replace(rows=rows,",
         "self._replace(rows=self.rows[: rows.shape[0]],",
         ("tests/ops/test_ptx_products.py::test_stream_k_wide",),

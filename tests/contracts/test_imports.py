@@ -358,7 +358,8 @@ def test_no_module_imports_in_a_circle_while_operators_run():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     launchers = {name for names in found.values() for name in names if name.endswith(".launch")}
-    assert len(launchers) >= 25 and "sparse_attn.framework.debug" in found["sparse_attn.framework.registration"]
+    assert launchers == {f"sparse_attn.{name}" for name in MODULES if name.endswith(".launch")}
+    assert "sparse_attn.framework.debug" in found["sparse_attn.framework.registration"]
     assert circle(found) is None
 
 

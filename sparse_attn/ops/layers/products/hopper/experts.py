@@ -1,4 +1,4 @@
-"""One of the experts' two products, of rows in fp8 or bf16 and MXFP4 codes. README.md has the schedule, barriers,
+"""One of the experts' two products, of rows in fp8 or bf16 and MXFP4 codes. experts.md has the schedule, barriers,
 shared memory and registers.
 
 The weight takes the matrix unit's M dimension, the rows its N (swap-AB). A tile is some sorted rows of one expert times
