@@ -19,9 +19,10 @@ from sparse_attn.models.deepseek_v32 import allocate_caches
 from sparse_attn.models.mla import attention
 from sparse_attn.models.params import FP32_NAMES, model_rope_tables
 from sparse_attn.models.shapes import param_shapes
+from sparse_attn.models.step import ModelStep
 from sparse_attn.ops.ragged.step_plans import build_step_plan
-from sparse_attn.ops.topk.fused import LOGITS_BYTES
 from sparse_attn.pipeline import cache_layouts
+from sparse_attn.pipeline.options import Options
 from sparse_attn.spec import Spec, deepseek_v32, tiny_v32
 from sparse_attn.types import Caches, StepPlan
 
@@ -115,10 +116,8 @@ class Layer(torch.nn.Module):
         self.params, self.spec, self.layouts, self.caches = model.params, model.spec, model.layouts, caches
 
     def forward(self, hidden: torch.Tensor, plan: StepPlan) -> torch.Tensor:
-        return attention(
-            hidden, self.params, "layers.0.", self.spec, self.caches.kv[0], self.caches.index[0], plan, None,
-            layouts=self.layouts, logits_bytes=LOGITS_BYTES, impl="auto",
-        )[0]  # fmt: skip
+        step, kv, index = ModelStep(plan, self.layouts, Options()), self.caches.kv[0], self.caches.index[0]
+        return attention(hidden, self.params, "layers.0.", self.spec, kv, index, None, step)[0]
 
 
 @suite("hf_layer")

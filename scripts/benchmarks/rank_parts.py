@@ -21,6 +21,7 @@ from sparse_attn.layout import KvLayout
 from sparse_attn.ops.attention.sparse import sparse_attn_decode
 from sparse_attn.ops.indexer.scores import fp8_paged_mqa_logits
 from sparse_attn.ops.topk.fused import index_topk_decode_slots
+from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel.ranks import merge_over_ranks
 from sparse_attn.pipeline.select import choose_over_ranks
 from sparse_attn.types import AttentionOutput, CompressedPlan, QuantisedQuery, Ragged
@@ -82,8 +83,8 @@ def _layer(
         query = QuantisedQuery(part.q[at].view(torch.uint8)[some].flatten(0, 1), part.weights[at][some])
         with copies():
             chosen, _ = choose_over_ranks(
-                query, index_cache, part.tables[at][some], _plan(part.context_lens[some], own), RANKS,
-                layout=INDEX_LAYOUT, top_k=dims.top_k, impl=impl,
+                query, index_cache, part.tables[at][some], _plan(part.context_lens[some], own),
+                INDEX_LAYOUT, dims.top_k, Options(impl), RANKS,
             )  # fmt: skip
         assert chosen is not None
         return chosen

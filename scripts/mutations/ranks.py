@@ -21,8 +21,8 @@ RANKS = [
     Mutation(
         "heads-not-summed", "a rank goes on with what its own heads give",
         "sparse_attn/models/mla.py",
-        'return sum_over_ranks(multiply(values, params[attn + "o"]), mesh.tensor), selection',
-        'return multiply(values, params[attn + "o"]), selection',
+        'return sum_over_ranks(product(values, params[attn + "o"], options), mesh.tensor), selection',
+        'return product(values, params[attn + "o"], options), selection',
         ("tests/parallel/test_processes.py::test_two_processes",),
     ),
     Mutation(
@@ -70,7 +70,7 @@ RANKS = [
     Mutation(
         "dealt-rows-rotated-as-all", "the rotation is taken out of a rank's own rows at the positions of the first ones",
         "sparse_attn/models/windowed.py",
-        "positions = own_rows(plan.positions, mesh.context) if dealt else plan.positions",
+        "positions = own_rows(plan.positions, mesh.context) if step.dealt else plan.positions",
         "positions = plan.positions[: out.shape[0]]",
         ("tests/parallel/test_dealt_rows.py::test_prefill_rows_that_are_dealt_give_the_same_logits",),
     ),

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from sparse_attn.framework import checks
 from sparse_attn.framework.torch_private import parameters
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models import deepseek_v4, deepseek_v32, mtp
 from sparse_attn.models.params import hold, keeps_dtype
 from sparse_attn.models.shapes import prediction_spec
-from sparse_attn.ops.layers.products import ACTIVATIONS
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts
+from sparse_attn.pipeline.options import Options
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.types import Caches, StepPlan, WindowCaches
 from sparse_attn.weight_layout import PackedWeight, Weight
@@ -58,10 +57,10 @@ class Model(torch.nn.Module):
         mesh: Mesh = ONE_RANK,
     ):
         super().__init__()
-        checks.check_choice("prefill_activations", prefill_activations, ACTIVATIONS)
         self.spec, self.layouts = spec, layouts
         self.impl, self.logits_bytes, self.batch_invariant = impl, logits_bytes, batch_invariant
         self.prefill_activations, self.mesh = prefill_activations, mesh
+        assert self.options  # which are checked as they are made
         self._places = []  # (name, its node, its name there), because a walk over the tree takes long
         self._predictors: list[Predictor] = []  # once it is asked for; a list, because it is no part of the model
         self._predicts = any(name.startswith(mtp.PREFIX) for name in params)
@@ -98,6 +97,11 @@ class Model(torch.nn.Module):
     @property
     def device(self) -> torch.device:
         return self.embed.device
+
+    @property
+    def options(self) -> Options:
+        """What every step is asked for."""
+        return Options(self.impl, self.logits_bytes, self.batch_invariant, self.prefill_activations)
 
     @property
     def has_rings(self) -> bool:
@@ -153,16 +157,13 @@ class Model(torch.nn.Module):
     def forward(self, tokens: torch.Tensor, caches: AnyCaches, plan: StepPlan, keep_hidden: bool = False) -> Any:
         """fp32 logits [T, vocab]; see models.deepseek_v32.forward and models.deepseek_v4.forward. caches: with or
         without those of multi-token prediction. keep_hidden: (logits, what models.mtp.predict takes)."""
-        forward: Callable[..., Any] = deepseek_v4.forward if self.has_rings else deepseek_v32.forward
+        run: Callable[..., Any] = deepseek_v4.run if self.has_rings else deepseek_v32.run
         layers = self.spec.num_layers
         if self.predicts and len(caches.kv) > layers:
             kind: Any = type(caches)
             caches = kind(*(held[:layers] for held in caches))
-        return forward(
-            self._weights(), self.spec, tokens, caches, plan,
-            layouts=self.layouts, impl=self.impl, logits_bytes=self.logits_bytes, batch_invariant=self.batch_invariant,
-            prefill_activations=self.prefill_activations, mesh=self.mesh, keep_hidden=keep_hidden,
-        )  # fmt: skip
+        inputs = self._weights(), self.spec, tokens, caches, plan
+        return run(*inputs, self.layouts, self.options, mesh=self.mesh, keep_hidden=keep_hidden)
 
     def _weights(self) -> dict[str, Weight]:
         held = self._tensors()
@@ -214,18 +215,13 @@ class Predictor(torch.nn.Module):
         """As models.mtp.predict, with the caches of all layers."""
         model, layers = self.model, self.model.spec.num_layers
         kind: Any = type(caches)
-        return mtp.predict(
-            model._weights(), self.spec, tokens, hidden, kind(*(held[layers:] for held in caches)), plan,
-            layouts=model.layouts, impl=model.impl, logits_bytes=model.logits_bytes,
-            batch_invariant=model.batch_invariant, prefill_activations=model.prefill_activations, mesh=model.mesh,
-        )  # fmt: skip
+        inputs = model._weights(), self.spec, tokens, hidden, kind(*(held[layers:] for held in caches)), plan
+        return mtp.predict(*inputs, model.layouts, model.options, mesh=model.mesh)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 [T, vocab] of what the forward gives."""
         model = self.model
-        return mtp.predicted_logits(
-            model._weights(), self.spec, hidden, batch_invariant=model.batch_invariant, mesh=model.mesh, impl=model.impl
-        )
+        return mtp.predicted_logits(model._weights(), self.spec, hidden, model.options, mesh=model.mesh)
 
 
 def _alone(module: torch.nn.Module) -> types.MethodType:

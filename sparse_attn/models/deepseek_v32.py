@@ -16,19 +16,19 @@ from sparse_attn.cache import allocate_cache
 from sparse_attn.framework.autocast import no_autocast
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.checks import check_caches, check_params, check_plan, check_tokens
-from sparse_attn.models.mla import attention
+from sparse_attn.models.mla import Params, attention
 from sparse_attn.models.moe import gated_mlp, moe
 from sparse_attn.models.norms import rms_norm
-from sparse_attn.models.products import activations_of
+from sparse_attn.models.step import ModelStep, options_of
 from sparse_attn.models.vocabulary import embedding, token_logits
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, Selection, check_block_size
+from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel.context import deals_prefill, own_plan
 from sparse_attn.pipeline.parallel.ranks import own_rows, sum_over_ranks, whole_rows
 from sparse_attn.spec import Spec
 from sparse_attn.types import Caches, StepPlan
 
 
-@no_autocast
 def forward(
     params: dict[str, torch.Tensor],
     spec: Spec,
@@ -56,6 +56,24 @@ def forward(
     ``spec`` is the whole model's, and ``plan`` is of all context ranks: its blocks are mesh.context.size times as long
     as those of ``caches``.
     """
+    options = Options(impl, logits_bytes, batch_invariant, prefill_activations)
+    return run(params, spec, tokens, caches, plan, layouts, options, mesh=mesh, keep_hidden=keep_hidden)
+
+
+@no_autocast
+def run(
+    params: Params,
+    spec: Spec,
+    tokens: torch.Tensor,
+    caches: Caches,
+    plan: StepPlan,
+    layouts: CacheLayouts,
+    options: Options,
+    *,
+    mesh: Mesh = ONE_RANK,
+    keep_hidden: bool = False,
+) -> Any:
+    """As forward, which makes ``options`` of its keywords."""
     check_params(params, spec)
     check_tokens(tokens, plan)
     check_caches("caches.kv", caches.kv, [True] * spec.num_layers)
@@ -64,58 +82,42 @@ def forward(
     check_plan(plan, held, held, block_size=held.shape[1] * ranks, ranks=ranks)
     plan = own_plan(plan, mesh.context, block_size=held.shape[1])
     rows, dealt = tokens.shape[0], deals_prefill(plan, mesh.context)
-    activations = activations_of(plan, prefill_activations)
+    step = ModelStep(plan, layouts, options_of(plan, options), mesh, dealt)
     hidden = embedding(own_rows(tokens, mesh.context) if dealt else tokens, params["embed"], mesh=mesh)
     selection = None
     for layer in range(spec.num_layers):
-        hidden, selection = decoder_layer(
-            hidden, params, f"layers.{layer}.", spec, layer, caches, plan, selection,
-            layouts=layouts, logits_bytes=logits_bytes, activations=activations, batch_invariant=batch_invariant,
-            mesh=mesh, dealt=dealt, impl=impl,
-        )  # fmt: skip
+        hidden, selection = decoder_layer(hidden, params, f"layers.{layer}.", spec, layer, caches, selection, step)
     hidden = rms_norm(hidden, params["norm"], spec.rms_eps)
     if dealt:
         hidden = whole_rows(hidden, rows, mesh.context)
     head = params["embed" if spec.tie_embeddings else "lm_head"]
-    logits = token_logits(hidden, head, spec.vocab_size, batch_invariant=batch_invariant, mesh=mesh, impl=impl)
+    logits = token_logits(hidden, head, spec.vocab_size, options, mesh=mesh)
     return (logits, hidden) if keep_hidden else logits
 
 
 def decoder_layer(
     hidden: torch.Tensor,
-    params: dict[str, torch.Tensor],
+    params: Params,
     prefix: str,
     spec: Spec,
     layer: int,
     caches: Caches,
-    plan: StepPlan,
     selection: Selection | None,
-    *,
-    layouts: CacheLayouts,
-    logits_bytes: int,
-    activations: str,
-    batch_invariant: bool,
-    mesh: Mesh,
-    dealt: bool = False,
-    impl: str,
+    step: ModelStep,
 ) -> tuple[torch.Tensor, Selection]:
-    """One layer: hidden [T, D] -> [T, D], and the selection it attended by. plan: this context rank's own. dealt:
-    hidden holds this context rank's rows alone, of those of ``plan``; all see all rows in attention."""
-    options: dict[str, Any] = dict(activations=activations, batch_invariant=batch_invariant, impl=impl)
+    """One layer: hidden [T, D] -> [T, D], and the selection it attended by."""
+    options, mesh = step.options, step.mesh
     normed = rms_norm(hidden, params[prefix + "input_norm"], spec.rms_eps)
-    if dealt:
-        normed = whole_rows(normed, plan.positions.shape[0], mesh.context)
-    out, selection = attention(
-        normed, params, prefix, spec, caches.kv[layer], caches.index[layer], plan, selection,
-        layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, dealt=dealt, **options,
-    )  # fmt: skip
+    if step.dealt:
+        normed = whole_rows(normed, step.plan.positions.shape[0], mesh.context)
+    out, selection = attention(normed, params, prefix, spec, caches.kv[layer], caches.index[layer], selection, step)
     hidden = hidden + out
     normed = rms_norm(hidden, params[prefix + "post_norm"], spec.rms_eps)
     if spec.moe_layers[layer]:
-        out = moe(normed, params, prefix + "moe.", spec.moe, mesh=mesh.of_rows(dealt), **options)
+        out = moe(normed, params, prefix + "moe.", spec.moe, mesh=mesh.of_rows(step.dealt), options=options)
         return hidden + out, selection
     dense = params[prefix + "mlp.gate_up"], params[prefix + "mlp.down"]
-    return hidden + sum_over_ranks(gated_mlp(normed, *dense, **options), mesh.tensor), selection
+    return hidden + sum_over_ranks(gated_mlp(normed, *dense, options=options), mesh.tensor), selection
 
 
 def allocate_caches(

@@ -19,12 +19,13 @@ from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.checks import check_caches, check_params, check_plan, check_tokens
 from sparse_attn.models.moe import moe
 from sparse_attn.models.norms import linear_fp32, rms_norm
-from sparse_attn.models.products import activations_of
+from sparse_attn.models.step import ModelStep, options_of
 from sparse_attn.models.vocabulary import embedding, token_logits
-from sparse_attn.models.windowed import attention
+from sparse_attn.models.windowed import Params, attention
 from sparse_attn.ops.layers.hyper_connection import hyper_head, hyper_merge, hyper_mix
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, windowed
 from sparse_attn.pipeline.layouts import check_block_size, state_ring, window_ring
+from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel.context import deals_prefill
 from sparse_attn.pipeline.parallel.ranks import own_rows, whole_rows
 from sparse_attn.pipeline.windowed import Entries, WindowStep
@@ -32,7 +33,6 @@ from sparse_attn.spec import CompressedSpec
 from sparse_attn.types import HyperMix, StepPlan, WindowCaches
 
 
-@no_autocast
 def forward(
     params: dict[str, torch.Tensor],
     spec: CompressedSpec,
@@ -60,92 +60,108 @@ def forward(
     share (checkpoints.sharding), ``spec`` is the whole model's, and ``plan`` is of all context ranks: its blocks are
     mesh.context.size times as long as those of ``caches``. Rings and states are whole on every rank.
     """
+    options = Options(impl, logits_bytes, batch_invariant, prefill_activations)
+    return run(
+        params, spec, tokens, caches, plan, layouts, options,
+        prefill_in_place=prefill_in_place, mesh=mesh, keep_hidden=keep_hidden,
+    )  # fmt: skip
+
+
+@no_autocast
+def run(
+    params: Params,
+    spec: CompressedSpec,
+    tokens: torch.Tensor,
+    caches: WindowCaches,
+    plan: StepPlan,
+    layouts: CacheLayouts,
+    options: Options,
+    *,
+    prefill_in_place: bool = False,
+    mesh: Mesh = ONE_RANK,
+    keep_hidden: bool = False,
+) -> Any:
+    """As forward, which makes ``options`` of its keywords."""
     check_params(params, spec)
     _check(spec, tokens, caches, plan, mesh.context.size)
-    step, shared = step_windows(spec, caches, plan, prefill_in_place=prefill_in_place, mesh=mesh, impl=impl)
     rows, dealt = tokens.shape[0], deals_prefill(plan, mesh.context)
-    activations = activations_of(plan, prefill_activations)
+    step = ModelStep(plan, layouts, options_of(plan, options), mesh, dealt)
+    windows, shared = step_windows(spec, caches, step, prefill_in_place=prefill_in_place)
     tokens = own_rows(tokens, mesh.context) if dealt else tokens
     streams = embedding(tokens, params["embed"], mesh=mesh).unsqueeze(1).repeat(1, spec.streams, 1)
     for layer in range(spec.num_layers):
-        streams = decoder_layer(
-            streams, tokens, params, f"layers.{layer}.", spec, layer, caches, plan, step, shared,
-            layouts=layouts, logits_bytes=logits_bytes, activations=activations, batch_invariant=batch_invariant,
-            mesh=mesh, dealt=dealt, impl=impl,
-        )  # fmt: skip
+        streams = decoder_layer(streams, tokens, params, f"layers.{layer}.", spec, layer, caches, step, windows, shared)
     if dealt:
         streams = whole_rows(streams, rows, mesh.context)
-    options: dict[str, Any] = dict(batch_invariant=batch_invariant, mesh=mesh, impl=impl)
-    logits = streams_logits(streams, params, "", spec, **options)
+    logits = streams_logits(streams, params, "", spec, options, mesh=mesh)
     return (logits, streams) if keep_hidden else logits
 
 
 def step_windows(
-    spec: CompressedSpec, caches: WindowCaches, plan: StepPlan, *, prefill_in_place: bool = False,
-    mesh: Mesh = ONE_RANK, impl: str = "auto",
-) -> tuple[WindowStep, dict[str, Entries]]:  # fmt: skip
-    """What a step's rows see, and the entries that all layers of a kind attend to, by kind."""
-    step = windowed.plan_windows(
-        plan, window=spec.window, ring=caches.kv[0].shape[1], entries_per_block=_entries_per_block(spec, caches),
-        prefill_in_place=prefill_in_place, ranks=mesh.context, impl=impl,
+    spec: CompressedSpec, caches: WindowCaches, step: ModelStep, *, prefill_in_place: bool = False
+) -> tuple[WindowStep, dict[str, Entries]]:
+    """What a step's rows see, and the entries that layers without an indexer attend to, by kind of layer."""
+    plan, impl, sizes = step.plan, step.options.impl, _entries_per_block(spec, caches)
+    windows = windowed.plan_windows(
+        plan, window=spec.window, ring=caches.kv[0].shape[1], entries_per_block=sizes,
+        prefill_in_place=prefill_in_place, ranks=step.mesh.context, impl=impl,
     )  # fmt: skip
-    return step, _shared_entries(spec, caches, plan, step, impl)
+    shared = {}
+    if "window" in spec.layer_kinds:
+        shared["window"] = windowed.no_entries(plan, windows, window=spec.window, impl=impl)
+    if "full" in spec.layer_kinds:
+        ratio = spec.full_ratio
+        shared["full"] = windowed.all_entries(
+            plan, windows, ratio=ratio, window=spec.window, block_size=sizes[ratio], impl=impl
+        )
+    return windows, shared
 
 
 def decoder_layer(
     streams: torch.Tensor,
     tokens: torch.Tensor,
-    params: dict[str, torch.Tensor],
+    params: Params,
     prefix: str,
     spec: CompressedSpec,
     layer: int,
     caches: WindowCaches,
-    plan: StepPlan,
-    step: WindowStep,
+    step: ModelStep,
+    windows: WindowStep,
     shared: dict[str, Entries],
-    *,
-    layouts: CacheLayouts,
-    logits_bytes: int,
-    activations: str,
-    batch_invariant: bool,
-    mesh: Mesh,
-    dealt: bool = False,
-    impl: str,
 ) -> torch.Tensor:
-    """One layer: streams [T, streams, D] -> the same shape. tokens [T]: for a layer whose experts go by them. dealt:
-    streams and tokens are of this context rank's rows alone; all see all rows in attention."""
-    options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
-    mix = _mix(streams, params, prefix + "attn_hyper.", spec, **options)
+    """One layer: streams [T, streams, D] -> the same shape. tokens [T], the rows of streams: for a layer whose experts
+    go by them."""
+    options, mesh = step.options, step.mesh
+    mix = _mix(streams, params, prefix + "attn_hyper.", spec, options)
     normed = rms_norm(mix.collapsed, params[prefix + "input_norm"], spec.rms_eps)
-    if dealt:
-        normed = whole_rows(normed, plan.positions.shape[0], mesh.context)
-    out = attention(
-        normed, params, prefix, spec, layer, caches, plan, step, shared,
-        layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, dealt=dealt, activations=activations, **options,
-    )  # fmt: skip
-    streams = hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
-    mix = _mix(streams, params, prefix + "moe_hyper.", spec, **options)
+    if step.dealt:
+        normed = whole_rows(normed, step.plan.positions.shape[0], mesh.context)
+    out = attention(normed, params, prefix, spec, layer, caches, step, windows, shared)
+    streams = hyper_merge(out, streams, mix.post, mix.comb, impl=options.impl)
+    mix = _mix(streams, params, prefix + "moe_hyper.", spec, options)
     normed = rms_norm(mix.collapsed, params[prefix + "post_norm"], spec.rms_eps)
     by_table = tokens if spec.hash_layers[layer] else None
-    out = moe(
-        normed, params, prefix + "moe.", spec.moe, by_table, mesh=mesh.of_rows(dealt), activations=activations,
-        **options,
-    )  # fmt: skip
-    return hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
+    out = moe(normed, params, prefix + "moe.", spec.moe, by_table, mesh=mesh.of_rows(step.dealt), options=options)
+    return hyper_merge(out, streams, mix.post, mix.comb, impl=options.impl)
 
 
 def streams_logits(
-    streams: torch.Tensor, params: dict[str, torch.Tensor], prefix: str, spec: CompressedSpec, *, batch_invariant: bool,
-    mesh: Mesh, impl: str,
-) -> torch.Tensor:  # fmt: skip
+    streams: torch.Tensor,
+    params: Params,
+    prefix: str,
+    spec: CompressedSpec,
+    options: Options,
+    *,
+    mesh: Mesh,
+) -> torch.Tensor:
     """fp32 logits [T, vocab] of streams [T, streams, D], by the head and the norm whose names begin with ``prefix``."""
     hidden = hyper_head(
         streams, params[prefix + "head.fn"], params[prefix + "head.base"], params[prefix + "head.scale"],
-        eps=spec.hyper_eps, norm_eps=spec.rms_eps, product=_product(batch_invariant, impl), impl=impl,
+        eps=spec.hyper_eps, norm_eps=spec.rms_eps, product=_product(options), impl=options.impl,
     )  # fmt: skip
     hidden = rms_norm(hidden, params[prefix + "norm"], spec.rms_eps)
     head = params["embed" if spec.tie_embeddings else "lm_head"]
-    return token_logits(hidden, head, spec.vocab_size, batch_invariant=batch_invariant, mesh=mesh, impl=impl)
+    return token_logits(hidden, head, spec.vocab_size, options, mesh=mesh)
 
 
 def allocate_caches(
@@ -200,39 +216,21 @@ def allocate_caches(
     )
 
 
-def _mix(
-    streams: torch.Tensor, params: dict[str, torch.Tensor], prefix: str, spec: CompressedSpec, *, batch_invariant: bool,
-    impl: str,
-) -> HyperMix:  # fmt: skip
+def _mix(streams: torch.Tensor, params: Params, prefix: str, spec: CompressedSpec, options: Options) -> HyperMix:
     return hyper_mix(
         streams, params[prefix + "fn"], params[prefix + "base"], params[prefix + "scale"],
         iterations=spec.sinkhorn_iterations, eps=spec.hyper_eps, norm_eps=spec.rms_eps,
-        product=_product(batch_invariant, impl), impl=impl,
+        product=_product(options), impl=options.impl,
     )  # fmt: skip
 
 
-def _product(batch_invariant: bool, impl: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def _product(options: Options) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """How streams are multiplied, for the operators that mix them."""
-    return functools.partial(linear_fp32, batch_invariant=True, impl=impl) if batch_invariant else F.linear
+    return functools.partial(linear_fp32, options=options) if options.batch_invariant else F.linear
 
 
 def _entries_per_block(spec: CompressedSpec, caches: WindowCaches) -> dict[int, int]:
     return {spec.ratio(layer): cache.shape[1] for layer, cache in enumerate(caches.compressed) if cache is not None}
-
-
-def _shared_entries(
-    spec: CompressedSpec, caches: WindowCaches, plan: StepPlan, step: WindowStep, impl: str
-) -> dict[str, Entries]:
-    """What layers without an indexer attend to, by kind of layer."""
-    shared = {}
-    if "window" in spec.layer_kinds:
-        shared["window"] = windowed.no_entries(plan, step, window=spec.window, impl=impl)
-    if "full" in spec.layer_kinds:
-        block_size = _entries_per_block(spec, caches)[spec.full_ratio]
-        shared["full"] = windowed.all_entries(
-            plan, step, ratio=spec.full_ratio, window=spec.window, block_size=block_size, impl=impl
-        )
-    return shared
 
 
 def _check(spec: CompressedSpec, tokens: torch.Tensor, caches: WindowCaches, plan: StepPlan, ranks: int) -> None:

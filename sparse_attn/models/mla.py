@@ -14,15 +14,14 @@ import torch
 from sparse_attn import pipeline
 from sparse_attn.framework import gradients
 from sparse_attn.framework.autocast import no_autocast
-from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.norms import layer_norm, linear_fp32, rms_norm
 from sparse_attn.models.products import by_groups, product
+from sparse_attn.models.step import ModelStep
 from sparse_attn.ops.indexer.queries import hadamard_transform, indexer_q_rope_quant
 from sparse_attn.ops.layers.rope import apply_rope
-from sparse_attn.pipeline import CacheLayouts, Selection
+from sparse_attn.pipeline import Selection
 from sparse_attn.pipeline.parallel.ranks import sum_over_ranks
 from sparse_attn.spec import Spec
-from sparse_attn.types import StepPlan
 
 Params = dict[str, Any]  # tensors; a Weight where product() takes it
 
@@ -35,30 +34,23 @@ def select(
     prefix: str,
     spec: Spec,
     cache: torch.Tensor,
-    plan: StepPlan,
-    *,
-    layouts: CacheLayouts,
-    logits_bytes: int,
-    activations: str = "exact",
-    batch_invariant: bool = False,
-    mesh: Mesh = ONE_RANK,
-    impl: str,
+    step: ModelStep,
 ) -> Selection:
-    """Run a layer's indexer: cache this step's index keys, score, select. hidden [T, D], q_latent [T, q_lora].
-    activations: of every packed product, see models.products.product."""
+    """Run a layer's indexer: cache this step's index keys, score, select. hidden [T, D], q_latent [T, q_lora]."""
+    plan, layouts, options, mesh = step.plan, step.layouts, step.options, step.mesh
     index, rope = spec.index, params["rope"]
-    options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
-    multiply = partial(product, activations=activations, **options)
-    keys = multiply(hidden, params[prefix + "k"])
+    keys = product(hidden, params[prefix + "k"], options)
     keys = layer_norm(keys, params[prefix + "k_norm"], params[prefix + "k_norm_bias"], index.norm_eps)
-    keys = apply_rope(keys, plan.positions, rope, start=index.rope_start, interleaved=index.rope_interleaved, impl=impl)
+    keys = apply_rope(
+        keys, plan.positions, rope, start=index.rope_start, interleaved=index.rope_interleaved, impl=options.impl
+    )
     hadamard = layouts.hadamard(index)
     if hadamard:
         keys = hadamard_transform(keys)
-    pipeline.write_index_keys(keys, cache, plan, layouts=layouts, impl=impl)
+    pipeline.write_index_keys(keys, cache, plan, layouts=layouts, impl=options.impl)
     query = indexer_q_rope_quant(
-        torch.unflatten(multiply(q_latent, params[prefix + "q_b"]), -1, (index.num_heads, index.head_dim)),
-        linear_fp32(hidden, params[prefix + "weights"], **options),
+        torch.unflatten(product(q_latent, params[prefix + "q_b"], options), -1, (index.num_heads, index.head_dim)),
+        linear_fp32(hidden, params[prefix + "weights"], options),
         plan.positions,
         rope,
         start=index.rope_start,
@@ -66,12 +58,19 @@ def select(
         hadamard=hadamard,
         weight_scale=index.weight_scale,
         layout=layouts.index,
-        impl=impl,
+        impl=options.impl,
     )
     return pipeline.index_select(
-        query, cache, plan, layouts=layouts, top_k=index.top_k, logits_bytes=logits_bytes, ranks=mesh.context,
-        alike=mesh.tensor, impl=impl,
-    )  # fmt: skip
+        query,
+        cache,
+        plan,
+        layouts=layouts,
+        top_k=index.top_k,
+        logits_bytes=options.logits_bytes,
+        ranks=mesh.context,
+        alike=mesh.tensor,
+        impl=options.impl,
+    )
 
 
 @no_autocast
@@ -82,54 +81,45 @@ def attention(
     spec: Spec,
     kv_cache: torch.Tensor,
     index_cache: torch.Tensor | None,
-    plan: StepPlan,
     selection: Selection | None,
-    *,
-    layouts: CacheLayouts,
-    logits_bytes: int,
-    activations: str = "exact",
-    batch_invariant: bool = False,
-    mesh: Mesh = ONE_RANK,
-    dealt: bool = False,
-    impl: str,
+    step: ModelStep,
 ) -> tuple[torch.Tensor, Selection]:
-    """One layer's attention: hidden [T, D] -> [T, D], and the selection it attended by.
-
-    ``index_cache`` None: the layer has no indexer and attends by ``selection``. Tensor ranks have heads of their own,
-    whose outputs they sum. The indexer is whole on each of them; they may share its rows (pipeline.parallel.rows).
-    Context ranks have keys of their own; ``plan`` and the selection are of this one's
-    (pipeline.parallel.context.own_plan). dealt: return this context rank's rows alone
-    (pipeline.parallel.ranks.own_rows). activations: of every packed product, see models.products.product.
-    """
+    """One layer's attention: hidden [T, D] -> [T, D], or this context rank's rows of it where the step's are dealt, and
+    the selection it attended by. ``index_cache`` None: the layer has no indexer and attends by ``selection``."""
+    plan, layouts, options, mesh = step.plan, step.layouts, step.options, step.mesh
     attn, rope = prefix + "attn.", params["rope"]
-    options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
-    multiply = partial(product, activations=activations, **options)
-    q_latent = rms_norm(multiply(hidden, params[attn + "q_a"]), params[attn + "q_a_norm"], spec.latent_norm_eps)
+    q_latent = product(hidden, params[attn + "q_a"], options)
+    q_latent = rms_norm(q_latent, params[attn + "q_a_norm"], spec.latent_norm_eps)
     if index_cache is not None:
-        selection = select(
-            hidden, q_latent, params, prefix + "index.", spec, index_cache, plan,
-            layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, activations=activations, **options,
-        )  # fmt: skip
+        selection = select(hidden, q_latent, params, prefix + "index.", spec, index_cache, step)
     elif selection is None:
         raise ValueError("selection: got None, allowed: another layer's, where this one has no index_cache")
-    latent, key_rope = multiply(hidden, params[attn + "kv_a"]).split([spec.kv_lora, spec.rope_dim], dim=-1)
+    latent, key_rope = product(hidden, params[attn + "kv_a"], options).split([spec.kv_lora, spec.rope_dim], dim=-1)
     latent = rms_norm(latent, params[attn + "kv_a_norm"], spec.latent_norm_eps)
-    key_rope = apply_rope(key_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved, impl=impl)
-    pipeline.write_latents(latent, key_rope, kv_cache, plan, layouts=layouts, impl=impl)
+    rotate = partial(apply_rope, start=0, interleaved=spec.rope_interleaved, impl=options.impl)
+    key_rope = rotate(key_rope, plan.positions, rope)
+    pipeline.write_latents(latent, key_rope, kv_cache, plan, layouts=layouts, impl=options.impl)
 
     heads = spec.num_heads // mesh.tensor.size
-    q = torch.unflatten(multiply(q_latent, params[attn + "q_b"]), -1, (heads, spec.qk_dim))
+    q = torch.unflatten(product(q_latent, params[attn + "q_b"], options), -1, (heads, spec.qk_dim))
     q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
-    q_rope = apply_rope(q_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved, impl=impl)
-    absorbed = by_groups(q_nope.transpose(0, 1), params[attn + "w_uk"].transpose(1, 2), **options)  # [H, T, kv_lora]
+    q_rope = rotate(q_rope, plan.positions, rope)
+    absorbed = by_groups(q_nope.transpose(0, 1), params[attn + "w_uk"].transpose(1, 2), options)  # [H, T, kv_lora]
     out = pipeline.attend(
         gradients.end(
             torch.cat([absorbed.transpose(0, 1), q_rope], dim=-1), "sparse_attn::write_kv_cache", latent, key_rope
         ),
-        kv_cache, plan, selection,
-        layouts=layouts, scale=spec.softmax_scale, d_v=spec.kv_lora, ranks=mesh.context, dealt=dealt,
-        **options,
-    ).out  # fmt: skip
-    values = by_groups(out.transpose(0, 1), params[attn + "w_uv"].transpose(1, 2), **options)  # [H, T, v_dim]
+        kv_cache,
+        plan,
+        selection,
+        layouts=layouts,
+        scale=spec.softmax_scale,
+        d_v=spec.kv_lora,
+        batch_invariant=options.batch_invariant,
+        ranks=mesh.context,
+        dealt=step.dealt,
+        impl=options.impl,
+    ).out
+    values = by_groups(out.transpose(0, 1), params[attn + "w_uv"].transpose(1, 2), options)  # [H, T, v_dim]
     values = values.transpose(0, 1).flatten(1)
-    return sum_over_ranks(multiply(values, params[attn + "o"]), mesh.tensor), selection
+    return sum_over_ranks(product(values, params[attn + "o"], options), mesh.tensor), selection

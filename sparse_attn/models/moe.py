@@ -15,7 +15,6 @@ Packed weights take ops.layers.products, which has none of these limits.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from sparse_attn.models.norms import linear_fp32
 from sparse_attn.models.products import product
 from sparse_attn.ops.layers.products import grouped_linear, packed_experts
 from sparse_attn.ops.layers.router import biased_grouped_topk, hash_routed_experts
+from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel.experts import combine, dispatch
 from sparse_attn.pipeline.parallel.ranks import sum_over_ranks
 from sparse_attn.spec import MoeSpec
@@ -69,13 +69,10 @@ def gated_mlp(
     down: Weight,
     clamp: float | None = None,
     *,
-    activations: str = "exact",
-    batch_invariant: bool = False,
-    impl: str = "auto",
+    options: Options = Options(),
 ) -> torch.Tensor:
-    """x [T, D], gate_up [2I, D] (gate rows first), down [D, I] -> [T, D]. activations: see models.products.product."""
-    options: dict[str, Any] = dict(activations=activations, batch_invariant=batch_invariant, impl=impl)
-    return product(gated(product(x, gate_up, **options), clamp), down, **options)
+    """x [T, D], gate_up [2I, D] (gate rows first), down [D, I] -> [T, D]."""
+    return product(gated(product(x, gate_up, options), clamp), down, options)
 
 
 @no_autocast
@@ -110,21 +107,29 @@ def experts_grouped(
     gate_up: Weight,
     down: Weight,
     clamp: float | None = None,
-    impl: str = "auto",
     *,
     first: int | None = None,
     num_experts: int | None = None,
-    activations: str = "exact",
-    batch_invariant: bool = False,
+    options: Options = Options(),
 ) -> torch.Tensor:
     """As experts_dense, each token through its own experts alone. The sum over a token's experts has a fixed order.
     Rows of other ranks' experts come last, behind the ends of all groups, and no product reads them. Packed weights
-    take an operator of their own, which quantises by ``activations``. num_experts: as it takes them.
-    batch_invariant: so does every weight, see ops.layers.products.grouped_linear."""
+    take an operator of their own, and num_experts is as that takes it. Where steps are batch-invariant every weight
+    does, see ops.layers.products.grouped_linear."""
     if isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
         own = ids if first is None else ids - first
-        options: dict[str, Any] = dict(activations=activations, batch_invariant=batch_invariant, impl=impl)
-        return packed_experts(x, weights, own, gate_up, down, clamp=clamp, num_experts=num_experts, **options)
+        return packed_experts(
+            x,
+            weights,
+            own,
+            gate_up,
+            down,
+            clamp=clamp,
+            num_experts=num_experts,
+            activations=options.activations,
+            batch_invariant=options.batch_invariant,
+            impl=options.impl,
+        )
     top_k, held = ids.shape[1], None
     if first is not None:
         held = (ids >= first) & (ids < first + weight_shape(gate_up)[0])
@@ -133,8 +138,7 @@ def experts_grouped(
     experts = torch.arange(weight_shape(gate_up)[0], device=ids.device, dtype=ids.dtype)
     ends = torch.searchsorted(ordered, experts, right=True, out_int32=True)
     rows = x[order // top_k]
-    product = functools.partial(_product, batch_invariant=batch_invariant, impl=impl)
-    out = product(gated(product(rows, ends, gate_up), clamp), ends, down)
+    out = _product(gated(_product(rows, ends, gate_up, options), clamp), ends, down, options)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     picked = torch.unflatten(out[place], 0, (ids.shape[0], top_k))  # [T, K, D]
     if held is not None:  # a product leaves those rows as they were, with any bits
@@ -142,11 +146,9 @@ def experts_grouped(
     return (picked.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
-def _product(
-    rows: torch.Tensor, ends: torch.Tensor, weight: Weight, *, batch_invariant: bool, impl: str
-) -> torch.Tensor:
-    if batch_invariant or isinstance(weight, PackedWeight):
-        return grouped_linear(rows, ends, weight, batch_invariant=batch_invariant, impl=impl)
+def _product(rows: torch.Tensor, ends: torch.Tensor, weight: Weight, options: Options) -> torch.Tensor:
+    if options.batch_invariant or isinstance(weight, PackedWeight):
+        return grouped_linear(rows, ends, weight, batch_invariant=options.batch_invariant, impl=options.impl)
     return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
 
@@ -157,22 +159,32 @@ def route(
     prefix: str,
     spec: MoeSpec,
     tokens: torch.Tensor | None,
-    *,
-    batch_invariant: bool = False,
-    impl: str,
+    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights fp32, ids int32) [T, K] by fp32 gate logits; ``tokens`` given: the ids stand in the token's table
     row."""
-    logits = linear_fp32(x, params[prefix + "gate"], batch_invariant=batch_invariant, impl=impl)
-    common: dict[str, Any] = dict(
-        score=spec.score, renormalise=spec.renormalise, routed_scale=spec.routed_scale, impl=impl
-    )
+    logits = linear_fp32(x, params[prefix + "gate"], options)
     if tokens is not None:
-        return hash_routed_experts(logits, tokens, params[prefix + "table"], **common)
+        return hash_routed_experts(
+            logits,
+            tokens,
+            params[prefix + "table"],
+            score=spec.score,
+            renormalise=spec.renormalise,
+            routed_scale=spec.routed_scale,
+            impl=options.impl,
+        )
     return biased_grouped_topk(
-        logits, params[prefix + "bias"],
-        top_k=spec.experts_per_token, num_groups=spec.num_groups, top_groups=spec.top_groups, **common,
-    )  # fmt: skip
+        logits,
+        params[prefix + "bias"],
+        top_k=spec.experts_per_token,
+        num_groups=spec.num_groups,
+        top_groups=spec.top_groups,
+        score=spec.score,
+        renormalise=spec.renormalise,
+        routed_scale=spec.routed_scale,
+        impl=options.impl,
+    )
 
 
 @no_autocast
@@ -184,19 +196,15 @@ def moe(
     tokens: torch.Tensor | None = None,
     *,
     mesh: Mesh = ONE_RANK,
-    activations: str = "exact",
-    batch_invariant: bool = False,
-    impl: str,
+    options: Options,
 ) -> torch.Tensor:
     """Routed plus shared experts: x [T, D] -> [T, D]. tokens: int [T] in a layer routed by token id.
 
     Every rank routes all tokens and runs its own experts for them; one sum over mesh.routed adds them and the shared
     experts up. Where data ranks share experts, a rank runs them, and its part of the shared experts, for the rows of
-    all (pipeline.parallel.experts). activations: of every packed product, see models.products.product. batch_invariant:
-    of every product, see ops.layers.products.grouped_linear; a token's bits on a rank then depend on no other token.
+    all (pipeline.parallel.experts). A batch-invariant token's bits on a rank depend on no other token.
     """
-    options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
-    weights, ids = route(x, params, prefix, spec, tokens, **options)
+    weights, ids = route(x, params, prefix, spec, tokens, options)
     rows = x.shape[0]
     if mesh.sharing > 1:
         x, weights, ids = dispatch(x, weights, ids, mesh)
@@ -204,14 +212,13 @@ def moe(
     packed = isinstance(gate_up, PackedWeight)
     ranks = mesh.expert
     first = None if ranks.size == 1 else ranks.rank * (spec.num_experts // ranks.size)
-    if packed or batch_invariant or takes_grouped(spec, x.shape[1], x.dtype, x.is_cuda, mesh=mesh):
+    if packed or options.batch_invariant or takes_grouped(spec, x.shape[1], x.dtype, x.is_cuda, mesh=mesh):
         out = experts_grouped(
-            x, weights, ids, gate_up, down, spec.clamp, impl, first=first, num_experts=spec.num_experts,
-            activations=activations, batch_invariant=batch_invariant,
-        )  # fmt: skip
+            x, weights, ids, gate_up, down, spec.clamp, first=first, num_experts=spec.num_experts, options=options
+        )
     else:
         out = experts_dense(x, weights, ids, gate_up, down, spec.clamp, first=first)
     if spec.num_shared:
         shared = params[prefix + "shared_gate_up"], params[prefix + "shared_down"]
-        out = out + gated_mlp(x, *shared, spec.clamp, activations=activations, **options)
+        out = out + gated_mlp(x, *shared, spec.clamp, options=options)
     return sum_over_ranks(out, mesh.routed) if mesh.sharing == 1 else combine(out, rows, mesh)

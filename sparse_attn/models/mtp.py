@@ -20,9 +20,11 @@ from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models import deepseek_v4, deepseek_v32
 from sparse_attn.models.checks import check_caches, check_params, check_tokens
 from sparse_attn.models.norms import rms_norm
-from sparse_attn.models.products import activations_of, product
+from sparse_attn.models.products import product
+from sparse_attn.models.step import ModelStep, options_of
 from sparse_attn.models.vocabulary import embedding, token_logits
-from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, windowed
+from sparse_attn.pipeline import CacheLayouts, windowed
+from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel.context import own_plan
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.types import Caches, StepPlan, WindowCaches
@@ -39,45 +41,37 @@ def predict(
     hidden: torch.Tensor,
     caches: Caches | WindowCaches,
     plan: StepPlan,
-    *,
     layouts: CacheLayouts,
-    impl: str = "auto",
-    logits_bytes: int = LOGITS_BYTES,
-    prefill_activations: str = "exact",
-    batch_invariant: bool = False,
+    options: Options,
+    *,
     mesh: Mesh = ONE_RANK,
 ) -> torch.Tensor:
     """The layer's hidden states, of the shape of ``hidden``; the step's keys are written into ``caches``.
 
     params: of the model, with those of models.shapes.prediction_shapes. spec: what prediction_spec gives. tokens: int64
     or int32 [T], each row's next one. hidden: [T, D], or [T, streams, D] for DeepSeek-V4: what the forward gives with
-    keep_hidden, or this function. caches: of this layer alone. plan: of the rows that ``hidden`` belongs to. The
-    others: as the forward takes them.
+    keep_hidden, or this function. caches: of this layer alone. plan: of the rows that ``hidden`` belongs to. options:
+    of the model. mesh: as the forward takes it.
     """
     check_params(params, spec, predicts=True)
     check_tokens(tokens, plan)
-    options: dict[str, Any] = dict(
-        activations=activations_of(plan, prefill_activations), batch_invariant=batch_invariant, impl=impl
-    )
+    options = options_of(plan, options)
     if isinstance(spec, CompressedSpec):
         assert isinstance(caches, WindowCaches)
         check_caches("caches.kv", caches.kv, [True])
         windowed.rings_of(plan)
         embedded = rms_norm(embedding(tokens, params["embed"], mesh=mesh), params[PREFIX + "enorm"], spec.rms_eps)
         normed = rms_norm(hidden, params[PREFIX + "hnorm"], spec.rms_eps)
-        streams = torch.unflatten(
-            product(normed.flatten(0, 1), params[PREFIX + "h_proj"], **options), 0, normed.shape[:2]
-        )
-        streams = streams + product(embedded, params[PREFIX + "e_proj"], **options).unsqueeze(1)
-        step, shared = deepseek_v4.step_windows(spec, caches, plan, mesh=mesh, impl=impl)
-        return deepseek_v4.decoder_layer(
-            streams, tokens, params, PREFIX, spec, 0, caches, plan, step, shared,
-            layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, **options,
-        )  # fmt: skip
+        streams = product(normed.flatten(0, 1), params[PREFIX + "h_proj"], options)
+        streams = torch.unflatten(streams, 0, normed.shape[:2])
+        streams = streams + product(embedded, params[PREFIX + "e_proj"], options).unsqueeze(1)
+        step = ModelStep(plan, layouts, options, mesh)
+        windows, shared = deepseek_v4.step_windows(spec, caches, step)
+        return deepseek_v4.decoder_layer(streams, tokens, params, PREFIX, spec, 0, caches, step, windows, shared)
     assert isinstance(caches, Caches)
     check_caches("caches.kv", caches.kv, [True])
     check_caches("caches.index", caches.index, [True])
-    plan = own_plan(plan, mesh.context, block_size=caches.kv[0].shape[1])
+    step = ModelStep(own_plan(plan, mesh.context, block_size=caches.kv[0].shape[1]), layouts, options, mesh)
     embedded = embedding(tokens, params[PREFIX + "embed"], mesh=mesh)
     both = torch.cat(
         [
@@ -86,20 +80,16 @@ def predict(
         ],
         dim=-1,
     )
-    out, _ = deepseek_v32.decoder_layer(
-        product(both, params[PREFIX + "eh_proj"], **options), params, PREFIX, spec, 0, caches, plan, None,
-        layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, **options,
-    )  # fmt: skip
+    hidden = product(both, params[PREFIX + "eh_proj"], options)
+    out, _ = deepseek_v32.decoder_layer(hidden, params, PREFIX, spec, 0, caches, None, step)
     return rms_norm(out, params[PREFIX + "norm"], spec.rms_eps)
 
 
 @no_autocast
 def predicted_logits(
-    params: Params, spec: Spec | CompressedSpec, hidden: torch.Tensor, *, batch_invariant: bool = False,
-    mesh: Mesh = ONE_RANK, impl: str = "auto",
-) -> torch.Tensor:  # fmt: skip
+    params: Params, spec: Spec | CompressedSpec, hidden: torch.Tensor, options: Options, *, mesh: Mesh = ONE_RANK
+) -> torch.Tensor:
     """fp32 logits [T, vocab] of what ``predict`` returns, for the token behind the one it was given."""
-    options: dict[str, Any] = dict(batch_invariant=batch_invariant, mesh=mesh, impl=impl)
     if isinstance(spec, CompressedSpec):
-        return deepseek_v4.streams_logits(hidden, params, PREFIX, spec, **options)
-    return token_logits(hidden, params[PREFIX + "lm_head"], spec.vocab_size, **options)
+        return deepseek_v4.streams_logits(hidden, params, PREFIX, spec, options, mesh=mesh)
+    return token_logits(hidden, params[PREFIX + "lm_head"], spec.vocab_size, options, mesh=mesh)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from sparse_attn.framework.autocast import no_autocast
 from sparse_attn.ops.layers.products import linear
+from sparse_attn.pipeline.options import Options
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -21,11 +22,11 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
 
 
-def unit_rms(x: torch.Tensor, eps: float, *, batch_invariant: bool = False) -> torch.Tensor:
+def unit_rms(x: torch.Tensor, eps: float, options: Options = Options()) -> torch.Tensor:
     """x [..., d] over the root of its mean square, which is rounded to x's dtype first, as transformers rounds it.
-    batch_invariant: torch's sums of rows are split by how many rows there are; these are not."""
+    torch's sums of rows are split by how many rows there are; batch-invariant ones are not."""
     squares, width = x.float().pow(2), x.shape[-1]
-    mean = _sum_by_halves(squares) / width if batch_invariant else squares.mean(-1, keepdim=True)
+    mean = _sum_by_halves(squares) / width if options.batch_invariant else squares.mean(-1, keepdim=True)
     return x * torch.rsqrt(mean + eps).to(x.dtype)
 
 
@@ -40,16 +41,14 @@ def _sum_by_halves(x: torch.Tensor) -> torch.Tensor:
 
 
 @no_autocast
-def linear_fp32(
-    x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False, impl: str = "auto"
-) -> torch.Tensor:
+def linear_fp32(x: torch.Tensor, weight: torch.Tensor, options: Options = Options()) -> torch.Tensor:
     """x [T, d] times weight [n, d] -> fp32 [T, n]; neither is rounded, products are added up in fp32.
 
     On a GPU one kernel reads bf16 of both as they are. Elsewhere, and for weights in fp32, x is widened first.
-    batch_invariant: see ops.layers.products.grouped_linear, which then multiplies what is widened; impl: its own.
+    Batch-invariant: ops.layers.products.grouped_linear multiplies what is widened.
     """
-    if batch_invariant:
-        return linear(x.float(), weight.float(), batch_invariant=True, impl=impl)
+    if options.batch_invariant:
+        return linear(x.float(), weight.float(), batch_invariant=True, impl=options.impl)
     if x.is_cuda and x.dtype == torch.bfloat16 and weight.dtype == torch.bfloat16:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())

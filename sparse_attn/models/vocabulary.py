@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.ops.layers.products import linear
+from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel.ranks import join_over_ranks, sum_over_ranks
 from sparse_attn.weight_layout import Weight
 
@@ -27,13 +28,12 @@ def token_logits(
     hidden: torch.Tensor,
     head: Weight,
     vocab_size: int,
+    options: Options,
     *,
-    batch_invariant: bool = False,
     mesh: Mesh = ONE_RANK,
-    impl: str,
 ) -> torch.Tensor:
     """fp32 [T, vocab_size] of hidden [T, hidden], the same bits on every rank."""
-    logits = linear(hidden, head, batch_invariant=batch_invariant, impl=impl)
+    logits = linear(hidden, head, batch_invariant=options.batch_invariant, impl=options.impl)
     if mesh.tensor.size == 1:
         return logits.float()
     return join_over_ranks(logits, mesh.tensor)[:, :vocab_size].float().contiguous()

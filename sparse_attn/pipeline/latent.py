@@ -6,7 +6,7 @@ share those.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from sparse_attn.ops.indexer.keys import indexer_k_quant_and_cache
 from sparse_attn.ops.ragged.lists import build_ragged_indices_from_dense, compute_global_topk_ragged_indices_and_indptr
 from sparse_attn.ops.topk.fused import LOGITS_BYTES
 from sparse_attn.pipeline.layouts import CacheLayouts
+from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel.ranks import merge_over_ranks, merge_own_rows
 from sparse_attn.pipeline.parallel.rows import choose_dealt, deals_rows
 from sparse_attn.pipeline.select import choose_decode_slots, choose_over_ranks, choose_prefill, num_decode_rows
@@ -73,19 +74,18 @@ def index_select(
     hold a part of the keys each; ``plan`` is this rank's, of pipeline.parallel.context, and so is the selection. alike:
     those that hold the same keys; they may share the rows (pipeline.parallel.rows), and all get the same selection.
     """
-    inputs = (query, cache, plan.block_table, plan)
-    options: dict[str, Any] = dict(layout=layouts.index, top_k=top_k, logits_bytes=logits_bytes, impl=impl)
+    inputs = (query, cache, plan.block_table, plan, layouts.index, top_k, Options(impl, logits_bytes))
     rows = num_decode_rows(plan)
     decode = prefill = chosen = positions = None
     if deals_rows(plan, alike):
-        positions, chosen = choose_dealt(*inputs, ranks, alike, **options)
+        positions, chosen = choose_dealt(*inputs, ranks, alike)
     elif ranks.size > 1:
-        positions, chosen = choose_over_ranks(*inputs, ranks, **options)
+        positions, chosen = choose_over_ranks(*inputs, ranks)
     else:
         if rows:
-            decode = choose_decode_slots(*inputs, **options)
+            decode = choose_decode_slots(*inputs)
         if plan.kv_start.shape[0]:
-            chosen = choose_prefill(*inputs, **options)
+            chosen = choose_prefill(*inputs)
     if positions is not None:
         decode = compute_global_topk_ragged_indices_and_indptr(
             positions, plan.request_ids[:rows], plan.block_table, cache.shape[1], impl=impl

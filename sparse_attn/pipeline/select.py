@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from sparse_attn.ops.indexer.scores import (
     mxfp4_mqa_logits,
     mxfp4_paged_mqa_logits,
 )
-from sparse_attn.ops.topk.fused import LOGITS_BYTES, index_topk_decode, index_topk_decode_slots, index_topk_prefill
+from sparse_attn.ops.topk.fused import index_topk_decode, index_topk_decode_slots, index_topk_prefill
+from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel.ranks import RowScores, top_k_over_ranks
-from sparse_attn.types import CompressedPlan, QuantisedQuery, Ragged, StepPlan
+from sparse_attn.types import CompressedPlan, IndexKeys, QuantisedQuery, Ragged, StepPlan
 
 FP32_BYTES = 4
 
@@ -35,21 +37,19 @@ def choose_decode(
     cache: torch.Tensor,
     block_table: torch.Tensor,
     plan: StepPlan | CompressedPlan,
-    *,
     layout: IndexLayout,
     top_k: int,
-    logits_bytes: int = LOGITS_BYTES,
-    impl: str = "auto",
+    options: Options,
 ) -> torch.Tensor:
     """The ``top_k`` best index keys of every decode row among those it may see, int32 [rows, top_k], counted within the
     row's request.
 
     query: the step's index queries, as indexer_q_rope_quant gives them, and weights [tokens, heads]. cache: index keys,
     this step's included. plan: how many keys each row sees, and where the keys of prefill requests lie once gathered;
-    keys of tokens (StepPlan) or of entries (CompressedPlan). logits_bytes: bound on the scores held at a time.
+    keys of tokens (StepPlan) or of entries (CompressedPlan).
     """
     arguments = _decode_rows(query, cache, block_table, plan, layout, top_k)
-    return index_topk_decode(*arguments, logits_bytes=logits_bytes, impl=impl)
+    return index_topk_decode(*arguments, logits_bytes=options.logits_bytes, impl=options.impl)
 
 
 def choose_decode_slots(
@@ -57,15 +57,13 @@ def choose_decode_slots(
     cache: torch.Tensor,
     block_table: torch.Tensor,
     plan: StepPlan | CompressedPlan,
-    *,
     layout: IndexLayout,
     top_k: int,
-    logits_bytes: int = LOGITS_BYTES,
-    impl: str = "auto",
+    options: Options,
 ) -> Ragged:
     """As choose_decode, but slots of the paged caches."""
     arguments = _decode_rows(query, cache, block_table, plan, layout, top_k)
-    return index_topk_decode_slots(*arguments, logits_bytes=logits_bytes, impl=impl)
+    return index_topk_decode_slots(*arguments, logits_bytes=options.logits_bytes, impl=options.impl)
 
 
 def _decode_rows(query, cache, block_table, plan, layout, top_k) -> tuple[Any, ...]:
@@ -83,15 +81,12 @@ def choose_prefill(
     cache: torch.Tensor,
     block_table: torch.Tensor,
     plan: StepPlan | CompressedPlan,
-    *,
     layout: IndexLayout,
     top_k: int,
-    logits_bytes: int = LOGITS_BYTES,
-    impl: str = "auto",
+    options: Options,
 ) -> torch.Tensor:
     """As choose_decode, for every prefill row: int32 [rows, top_k], counted within the row's request."""
-    requests, rows = plan.context_lens.shape[0], num_decode_rows(plan)
-    gathered = gather_indexer_k(cache, block_table[requests:], plan.kv_indptr, plan.kv_capacity, layout, impl=impl)
+    gathered, rows = _gather(cache, block_table, plan, layout, options), num_decode_rows(plan)
     return index_topk_prefill(
         query.query[rows:],
         query.weights[rows:],
@@ -101,8 +96,8 @@ def choose_prefill(
         plan.kv_end,
         top_k,
         flavour=_flavour(layout),
-        logits_bytes=logits_bytes,
-        impl=impl,
+        logits_bytes=options.logits_bytes,
+        impl=options.impl,
     )
 
 
@@ -111,30 +106,28 @@ def choose_over_ranks(
     cache: torch.Tensor,
     block_table: torch.Tensor,
     plan: StepPlan | CompressedPlan,
-    ranks: Ranks,
-    *,
     layout: IndexLayout,
     top_k: int,
-    logits_bytes: int = LOGITS_BYTES,
-    impl: str = "auto",
+    options: Options,
+    ranks: Ranks,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """What this rank holds of the ``top_k`` best index keys of every decode and of every prefill row: int32 [rows,
     top_k] each, counted among the keys of the row's request that it holds. None where the step has no such rows.
 
     cache: this rank's index keys. plan: this rank's, of pipeline.parallel.context. Scores of all rows are held at once,
     so that a layer takes one collective or four (top_k_over_ranks): ValueError where that takes more than
-    ``logits_bytes``.
+    options.logits_bytes.
     """
     decode, prefill = num_decode_rows(plan), plan.kv_start.shape[0]
-    check_scores(decode, plan.max_context, prefill, plan.kv_capacity, logits_bytes)
+    check_scores(decode, plan.max_context, prefill, plan.kv_capacity, options.logits_bytes)
     parts = []
     if decode:
-        scores = _decode_scores(query, cache, block_table, plan, layout, impl)
+        scores = _decode_scores(query, cache, block_table, plan, layout, options)
         parts.append(RowScores(scores, None, plan.context_lens.reshape(-1)))
     if prefill:
-        scores = _prefill_scores(query, cache, block_table, plan, layout, impl)
+        scores = _prefill_scores(query, cache, block_table, plan, layout, options)
         parts.append(RowScores(scores, plan.kv_start, plan.kv_end))
-    chosen = top_k_over_ranks(parts, top_k, ranks, block_size=cache.shape[1], impl=impl)
+    chosen = top_k_over_ranks(parts, top_k, ranks, block_size=cache.shape[1], impl=options.impl)
     return chosen[0] if decode else None, chosen[-1] if prefill else None
 
 
@@ -149,7 +142,7 @@ def check_scores(decode: int, decode_keys: int, prefill: int, prefill_keys: int,
         )
 
 
-def _decode_scores(query, cache, block_table, plan, layout, impl) -> torch.Tensor:
+def _decode_scores(query, cache, block_table, plan, layout, options: Options) -> torch.Tensor:
     score: Any = fp8_paged_mqa_logits if isinstance(layout, IndexFp8Layout) else bf16_paged_mqa_logits
     if isinstance(layout, IndexMxfp4Layout):
         score = mxfp4_paged_mqa_logits
@@ -157,20 +150,23 @@ def _decode_scores(query, cache, block_table, plan, layout, impl) -> torch.Tenso
     rows = requests * next_n
     return score(
         torch.unflatten(query.query[:rows], 0, (requests, next_n)), cache, query.weights[:rows], plan.context_lens,
-        block_table[:requests], plan.max_context, layout, impl=impl,
+        block_table[:requests], plan.max_context, layout, impl=options.impl,
     )  # fmt: skip
 
 
-def _prefill_scores(query, cache, block_table, plan, layout, impl) -> torch.Tensor:
-    requests, rows = plan.context_lens.shape[0], num_decode_rows(plan)
-    gathered = gather_indexer_k(cache, block_table[requests:], plan.kv_indptr, plan.kv_capacity, layout, impl=impl)
-    ranges = query.weights[rows:], plan.kv_start, plan.kv_end
-    if gathered.scales is None:
-        return bf16_mqa_logits(query.query[rows:], gathered.keys, *ranges, impl=impl)
-    keys = query.query[rows:], gathered.keys, gathered.scales
-    if isinstance(layout, IndexMxfp4Layout):
-        return mxfp4_mqa_logits(*keys, *ranges, impl=impl)
-    return fp8_mqa_logits(*keys, *ranges, flavour=_flavour(layout), impl=impl)
+def _prefill_scores(query, cache, block_table, plan, layout, options: Options) -> torch.Tensor:
+    gathered, rows = _gather(cache, block_table, plan, layout, options), num_decode_rows(plan)
+    keys = [gathered.keys] if gathered.scales is None else [gathered.keys, gathered.scales]
+    score: Any = bf16_mqa_logits if gathered.scales is None else mxfp4_mqa_logits
+    if isinstance(layout, IndexFp8Layout):
+        score = partial(fp8_mqa_logits, flavour=_flavour(layout))
+    return score(query.query[rows:], *keys, query.weights[rows:], plan.kv_start, plan.kv_end, impl=options.impl)
+
+
+def _gather(cache, block_table, plan, layout, options: Options) -> IndexKeys:
+    """The index keys of prefill requests."""
+    requests = plan.context_lens.shape[0]
+    return gather_indexer_k(cache, block_table[requests:], plan.kv_indptr, plan.kv_capacity, layout, impl=options.impl)
 
 
 def _flavour(layout: IndexLayout) -> str:

@@ -6,7 +6,7 @@ that are gathered into one matrix, entries first, because many rows of one reque
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ from sparse_attn.ops.ragged.step_plans import build_compressed_plan, build_windo
 from sparse_attn.ops.topk.fused import LOGITS_BYTES
 from sparse_attn.pipeline.latent import join
 from sparse_attn.pipeline.layouts import CacheLayouts
+from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel.context import counts_window, own_entries
 from sparse_attn.pipeline.parallel.ranks import merge_over_ranks, merge_own_rows, own_rows
 from sparse_attn.pipeline.parallel.rows import choose_dealt, deals_rows
@@ -151,23 +152,22 @@ def select_entries(
     """The ``top_k`` best entries of ``ratio`` of every row, by the index keys in ``cache``; of ``ranks``, this one's
     own among them. alike: see pipeline.latent.index_select."""
     entries = step.compressed[ratio]
-    inputs = (query, cache, plan.block_table, entries)
-    options: dict[str, Any] = dict(layout=layouts.index, top_k=top_k, logits_bytes=logits_bytes, impl=impl)
+    inputs = (query, cache, plan.block_table, entries, layouts.index, top_k, Options(impl, logits_bytes))
     rows = num_decode_rows(plan)
     prefill = in_place = chosen = None
     if deals_rows(entries, alike):
-        chosen, prefill = choose_dealt(*inputs, ranks, alike, **options)
+        chosen, prefill = choose_dealt(*inputs, ranks, alike)
     elif ranks.size > 1:
-        chosen, prefill = choose_over_ranks(*inputs, ranks, **options)
+        chosen, prefill = choose_over_ranks(*inputs, ranks)
     elif entries.kv_start.shape[0]:
-        prefill = choose_prefill(*inputs, **options)
+        prefill = choose_prefill(*inputs)
     if prefill is not None and step.in_place > rows:
         if rows:
-            chosen = torch.cat([choose_decode(*inputs, **options) if chosen is None else chosen, prefill])
+            chosen = torch.cat([choose_decode(*inputs) if chosen is None else chosen, prefill])
         else:
             chosen = prefill
     elif rows and chosen is None:
-        in_place = choose_decode_slots(*inputs, **options)
+        in_place = choose_decode_slots(*inputs)
     if chosen is not None:
         in_place = compute_global_topk_ragged_indices_and_indptr(
             chosen, plan.request_ids[: step.in_place], plan.block_table, cache.shape[1], impl=impl

@@ -18,6 +18,7 @@ from sparse_attn.models.params import random_params
 from sparse_attn.ops.indexer.scores import bf16_mqa_logits
 from sparse_attn.ops.layers.hyper_connection import hyper_head, hyper_mix
 from sparse_attn.pipeline import cache_layouts
+from sparse_attn.pipeline.options import Options
 from sparse_attn.spec import preset
 
 TEXT = list(shipped_text().encode())
@@ -101,7 +102,7 @@ def mixes():
 def experts():
     spec = preset("tiny_v32")
     weights = {name.removeprefix("layers.1."): value for name, value in random_params(spec, seed=0).items()}
-    return moe.moe(randn(7, spec.hidden_size), weights, "moe.", spec.moe, impl="auto")
+    return moe.moe(randn(7, spec.hidden_size), weights, "moe.", spec.moe, options=Options())
 
 
 def norms():

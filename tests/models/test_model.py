@@ -176,7 +176,6 @@ def test_a_layer_of_multi_token_prediction_that_lacks_a_weight_is_refused(name):
             lacking = Model(model.spec, params, model.layouts)
             generate(lacking, PROMPT, max_new_tokens=3, compile=compile, speculate=1)
     with pytest.raises(ValueError, match=match):
-        mtp.predict(
-            params, model.predictor().spec, torch.arange(3), torch.zeros(3, 128), own, plan, layouts=model.layouts
-        )
+        inputs = params, model.predictor().spec, torch.arange(3), torch.zeros(3, 128), own, plan
+        mtp.predict(*inputs, model.layouts, model.options)
     assert not any(cache.any() for cache in tensors_of(caches))

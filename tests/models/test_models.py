@@ -14,6 +14,7 @@ from sparse_attn.models.params import random_params
 from sparse_attn.models.shapes import param_shapes
 from sparse_attn.ops.ragged.step_plans import build_step_plan
 from sparse_attn.pipeline import cache_layouts
+from sparse_attn.pipeline.options import Options
 from sparse_attn.spec import tiny_glm5, tiny_v4, tiny_v32
 
 
@@ -126,9 +127,9 @@ def test_no_shared_experts():
         torch.randn(5, spec.hidden_size, generator=torch.Generator().manual_seed(0)),
     )
     layer = f"layers.{spec.moe_layers.index(True)}.moe."
-    weights, ids = route(x, params, layer, alone.moe, None, impl="reference")
+    weights, ids = route(x, params, layer, alone.moe, None, Options("reference"))
     want = experts_dense(x, weights, ids, params[layer + "gate_up"], params[layer + "down"])
-    assert torch.equal(moe(x, params, layer, alone.moe, impl="reference"), want)
+    assert torch.equal(moe(x, params, layer, alone.moe, options=Options("reference")), want)
 
 
 def test_gate_logits_are_not_rounded():
@@ -138,8 +139,8 @@ def test_gate_logits_are_not_rounded():
     params = {"gate": torch.randn(8, 48, generator=generator), "bias": torch.randn(8, generator=generator)}
     spec = tiny_v32().moe
     spec = replace(spec, num_experts=8, experts_per_token=3, num_groups=4, top_groups=2)
-    got = route(x, params, "", spec, None, impl="reference")
-    want = route(x.float(), params, "", spec, None, impl="reference")
+    got = route(x, params, "", spec, None, Options("reference"))
+    want = route(x.float(), params, "", spec, None, Options("reference"))
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 

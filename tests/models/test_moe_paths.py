@@ -13,6 +13,7 @@ from sparse_attn.generation import graph
 from sparse_attn.mesh import planned_mesh
 from sparse_attn.models import moe as experts
 from sparse_attn.models.moe import grouped_waits, moe, takes_grouped
+from sparse_attn.pipeline.options import Options
 from sparse_attn.spec import preset
 from sparse_attn.testing.launches import TARGETS
 from sparse_attn.weight_layout import WeightLayout, quantise
@@ -53,9 +54,9 @@ def test_the_grouped_product_takes_what_it_can(hidden, inner, count, dtype, on_g
     taken = []
     monkeypatch.setattr(experts, "experts_grouped", lambda x, *_, **__: taken.append("grouped") or x)
     monkeypatch.setattr(experts, "experts_dense", lambda x, *_, **__: taken.append("dense") or x)
-    moe(torch.randn(3, hidden).to(dtype), params, "", spec, impl="reference")
+    moe(torch.randn(3, hidden).to(dtype), params, "", spec, options=Options("reference"))
     with second_device():
-        moe(torch.randn(3, hidden).to(dtype), params, "", spec, impl="reference")
+        moe(torch.randn(3, hidden).to(dtype), params, "", spec, options=Options("reference"))
     assert taken == ["grouped" if grouped else "dense" for grouped in (on_cpu, on_gpu)]
     assert takes_grouped(spec, hidden, dtype, on_gpu=True) == on_gpu
     assert takes_grouped(spec, hidden, dtype, on_gpu=False) == on_cpu
@@ -78,7 +79,7 @@ def test_parts_of_all_ranks_add_up(grid, packed, monkeypatch):
         layout = WeightLayout("e2m1", (1, 16), "fp32")
         params |= {name: quantise(params[name], layout) for name in ("gate_up", "down")}
     x = torch.randn(tokens, hidden, generator=generator)
-    want = moe(x, params, "", spec, impl="reference")
+    want = moe(x, params, "", spec, options=Options("reference"))
     product = experts._product
 
     def poisoned(rows, ends, weight, **options):
@@ -99,7 +100,7 @@ def test_parts_of_all_ranks_add_up(grid, packed, monkeypatch):
         for place in range(max(grid.values())):
             mesh = planned_mesh(**grid, place=place)
             held = {name: shard(f"layers.0.moe.{name}", value, mesh) for name, value in params.items()}
-            total = total + moe(x, held, "", spec, mesh=mesh, impl="reference")
+            total = total + moe(x, held, "", spec, mesh=mesh, options=Options("reference"))
         torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-5)
 
 
@@ -125,7 +126,7 @@ def test_a_cpu_reads_the_chosen_experts_alone(tokens, dtype):
     assert unread
     for name in ("gate_up", "down"):
         params[name][unread] = torch.nan
-    got = moe(x, params, "", spec, impl="reference")
+    got = moe(x, params, "", spec, options=Options("reference"))
     worst = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     assert (got.double() - want).abs().max() < worst * want.abs().max()
 
@@ -138,9 +139,9 @@ def test_many_experts_compile_on_a_cpu_in_every_dtype(dtype):
     }
     x = torch.randn(9, hidden, generator=torch.Generator().manual_seed(2)).to(dtype)
     run = torch.compile(
-        lambda x: moe(x, params, "", spec, impl="reference"), backend="eager", fullgraph=True, dynamic=True
+        lambda x: moe(x, params, "", spec, options=Options("reference")), backend="eager", fullgraph=True, dynamic=True
     )
-    want = moe(x, params, "", spec, impl="reference")
+    want = moe(x, params, "", spec, options=Options("reference"))
     worst = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     torch.testing.assert_close(run(x), want, rtol=0, atol=worst * want.abs().max().item())
 
@@ -205,8 +206,8 @@ def test_a_refusal_is_a_value_error_that_names_graph(monkeypatch):
 def test_experts_of_any_width_on_a_gpu(hidden, inner):
     spec = replace(MANY, intermediate_size=inner)
     x, params = torch.randn(9, hidden).cuda().bfloat16(), params_of(spec, hidden, "cuda")
-    got = moe(x, params, "", spec, impl="auto")
-    want = moe(x.float(), {name: value.float() for name, value in params.items()}, "", spec, impl="auto")
+    got = moe(x, params, "", spec, options=Options())
+    want = moe(x.float(), {name: value.float() for name, value in params.items()}, "", spec, options=Options())
     torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=2e-2 * want.abs().max().item())
 
 
@@ -219,11 +220,11 @@ def test_the_predicate_knows_this_gpu():
     x, params = torch.randn(9, hidden, device="cuda").bfloat16(), params_of(spec, hidden, "cuda")
     stream, captured = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        moe(x, params, "", spec, impl="auto")
+        moe(x, params, "", spec, options=Options())
         stream.synchronize()
         try:
             with torch.cuda.graph(captured, stream=stream):
-                moe(x, params, "", spec, impl="auto")
+                moe(x, params, "", spec, options=Options())
             failed = False
         except RuntimeError:
             failed = True

@@ -13,10 +13,14 @@ from sparse_attn.framework.target import TARGETS
 from sparse_attn.models.moe import moe
 from sparse_attn.models.norms import linear_fp32
 from sparse_attn.models.params import random_params
-from sparse_attn.ops.layers.products import dispatch, grouped_linear, linear, packed_experts
-from sparse_attn.ops.layers.products.portable import config as portable
-from sparse_attn.ops.layers.products.problem import ExpertsProblem, Problem
+from sparse_attn.ops.layers.products import dispatch as experts
+from sparse_attn.ops.layers.products import packed_experts
+from sparse_attn.ops.layers.products.plan import Problem as Routed
+from sparse_attn.ops.layers.products import dispatch, grouped_linear, linear
+from sparse_attn.ops.layers.products.fp8 import config as fp8
+from sparse_attn.ops.layers.products.plan import Problem
 from sparse_attn.ops.layers.products.swap_ab import config
+from sparse_attn.pipeline.options import Options
 from sparse_attn.spec import preset
 from sparse_attn.weight_layout import PackedWeight, WeightLayout
 from sparse_attn.workspace import Scratch
@@ -27,6 +31,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PLAIN = "plain"
 CASES = [(FP8, BF16, "exact"), (MXFP4, BF16, "exact"), (SMALL, FP16, "exact"), (MXFP4, BF16, "fp8"), (PLAIN, FP32, "exact"),
          (PLAIN, BF16, "exact")]  # fmt: skip
+
+
+INVARIANT = Options(batch_invariant=True)
 
 
 def weight_of(layout, dtype, device, *shape):
@@ -161,13 +168,13 @@ def test_a_layer_of_experts(name):
 
     def product(some):
         given = None if tokens is None else tokens[some]
-        return moe(x[some], params, prefix, spec.moe, given, batch_invariant=True, impl="auto")
+        return moe(x[some], params, prefix, spec.moe, given, options=INVARIANT)
 
     check_rows(product, 21, (1, 4, 10))
-    torch.testing.assert_close(product(torch.arange(21)), moe(x, params, prefix, spec.moe, tokens, impl="auto"))
+    torch.testing.assert_close(product(torch.arange(21)), moe(x, params, prefix, spec.moe, tokens, options=Options()))
     assert torch.equal(
-        linear_fp32(x[4:5], params[prefix + "gate"], batch_invariant=True),
-        linear_fp32(x, params[prefix + "gate"], batch_invariant=True)[4:5],
+        linear_fp32(x[4:5], params[prefix + "gate"], INVARIANT),
+        linear_fp32(x, params[prefix + "gate"], INVARIANT)[4:5],
     )
 
 

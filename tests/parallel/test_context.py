@@ -26,6 +26,7 @@ from sparse_attn.ops.indexer.queries import indexer_q_rope_quant
 from sparse_attn.ops.ragged.step_plans import build_step_plan
 from sparse_attn.pipeline import Bounds, CacheLayouts, cache_layouts, cache_uses, default_block_size
 from sparse_attn.pipeline.bounds import check_rank_scores, fitting_rows
+from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel import ranks as pipeline_ranks
 from sparse_attn.pipeline.parallel.context import own_bound, own_plan, own_room, own_slots
 from sparse_attn.pipeline.parallel.ranks import all_positions, merge_over_ranks, merged_bytes
@@ -133,14 +134,14 @@ def run_layer(step: Step, layer: Layer, layouts: CacheLayouts, ranks: Ranks, siz
     """(positions of decode rows, of prefill rows, output)."""
     index, kv = caches_of(step, layer, layouts, ranks, size)
     plan = own_plan(whole_plan(step, size), ranks, block_size=BLOCK)
-    inputs = layer.query, index, plan.block_table, plan
+    inputs = layer.query, index, plan.block_table, plan, layouts.index, TOP_K, Options()
     if ranks.size > 1:
-        chosen = choose_over_ranks(*inputs, ranks, layout=layouts.index, top_k=TOP_K)
+        chosen = choose_over_ranks(*inputs, ranks)
         chosen = [None if c is None else all_positions(c, ranks, block_size=BLOCK) for c in chosen]
     else:
         chosen = [
-            choose_decode(*inputs, layout=layouts.index, top_k=TOP_K) if step.num_decodes else None,
-            choose_prefill(*inputs, layout=layouts.index, top_k=TOP_K) if plan.kv_start.shape[0] else None,
+            choose_decode(*inputs) if step.num_decodes else None,
+            choose_prefill(*inputs) if plan.kv_start.shape[0] else None,
         ]
     selection = pipeline.index_select(layer.query, index, plan, layouts=layouts, top_k=TOP_K, ranks=ranks)
     sink = torch.tensor([0.5, -torch.inf, 2.0])

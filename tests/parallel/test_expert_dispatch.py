@@ -15,6 +15,7 @@ from sparse_attn.mesh import ONE_RANK, Mesh, planned_mesh
 from sparse_attn.models.moe import moe
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts
+from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel.experts import NOBODY, combine, dispatch, dispatch_bytes, dispatched_rows, way_of
 from sparse_attn.spec import CompressedSpec, preset
 
@@ -85,8 +86,8 @@ def test_a_layer_gives_what_one_process_gives(sizes, name):
         x = rows_of(mesh, rows, spec.hidden_size) / 8
         tokens = rows_of(mesh, rows, 1)[:, 0].long().abs() if by_table else None
         held = shard_params(dict(params), mesh)
-        own = moe(x, held, prefix, spec.moe, tokens, mesh=mesh, impl="reference")
-        return own, moe(x, dict(params), prefix, spec.moe, tokens, impl="reference")
+        own = moe(x, held, prefix, spec.moe, tokens, mesh=mesh, options=Options("reference"))
+        return own, moe(x, dict(params), prefix, spec.moe, tokens, options=Options("reference"))
 
     for own, alone in over_mesh(layer_of, **sizes):
         torch.testing.assert_close(own, alone, rtol=0, atol=1e-5)

@@ -18,6 +18,7 @@ from sparse_attn.models import deepseek_v4, deepseek_v32, moe, mtp, windowed
 from sparse_attn.models.params import NARROW, param_dtype, random_params
 from sparse_attn.models.shapes import param_shapes, prediction_shapes, prediction_spec
 from sparse_attn.pipeline import Bounds, cache_layouts, default_block_size
+from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel import ranks
 from sparse_attn.spec import CompressedSpec, preset
 
@@ -104,15 +105,15 @@ def peak(spec, bounds, layouts, predicts=False):
                 starts, lens, table, slots, num_decodes=decodes, next_n=bounds.next_n, kv_capacity=kv_rows,
                 max_context=length, impl="triton",
             )  # fmt: skip
-            run = dict(layouts=layouts, impl="triton", mesh=bounds.mesh)
+            own = {}
             if rings:
-                plan, run = plan._replace(ring_table=ring_table), run | dict(prefill_in_place=bounds.prefill_in_place)
+                plan, own = plan._replace(ring_table=ring_table), dict(prefill_in_place=bounds.prefill_in_place)
             found = (deepseek_v4 if rings else deepseek_v32).forward(
-                params, spec, ids, caches, plan, keep_hidden=predicts, **run
+                params, spec, ids, caches, plan,
+                layouts=layouts, impl="triton", mesh=bounds.mesh, keep_hidden=predicts, **own,
             )  # fmt: skip
             if predicts:
-                run.pop("prefill_in_place", None)
-                mtp.predict(params, one, ids, found[1], others, plan, **run)
+                mtp.predict(params, one, ids, found[1], others, plan, layouts, Options("triton"), mesh=bounds.mesh)
     return held.peak
 
 
@@ -123,7 +124,7 @@ def as_on_a_gpu(monkeypatch):
     def choose(dtype, spec):
         way = memory.takes_grouped(spec.moe, spec.hidden_size, dtype, on_gpu=True)
         monkeypatch.setattr(moe, "takes_grouped", lambda *_, **__: way)
-        product = lambda x, weight, **_: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)  # noqa: E731
+        product = lambda x, weight, _: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)  # noqa: E731
         monkeypatch.setattr(windowed, "linear_fp32", product)
 
     return choose

@@ -14,6 +14,8 @@ from sparse_attn.framework.torch_private import counters, mark_sizes
 from sparse_attn.models.mla import attention
 from sparse_attn.models.moe import gated_mlp, moe
 from sparse_attn.models.norms import rms_norm
+from sparse_attn.models.step import ModelStep
+from sparse_attn.pipeline.options import Options
 
 LAYERS = 3
 
@@ -37,16 +39,14 @@ class Pieces(torch.nn.Module):
 
     def attend(self, weights, hidden, kv_cache, index_cache, plan):
         normed = rms_norm(hidden, weights["input_norm"], self.spec.rms_eps)
-        out, _ = attention(
-            normed, weights, "", self.spec, kv_cache, index_cache, plan, None,
-            layouts=self.layouts, logits_bytes=1 << 20, impl="auto",
-        )  # fmt: skip
+        step = ModelStep(plan, self.layouts, Options(logits_bytes=1 << 20))
+        out, _ = attention(normed, weights, "", self.spec, kv_cache, index_cache, None, step)
         return hidden + out
 
     def feed(self, weights, hidden):
         normed = rms_norm(hidden, weights["post_norm"], self.spec.rms_eps)
         if "moe.gate" in weights:
-            return hidden + moe(normed, weights, "moe.", self.spec.moe, impl="auto")
+            return hidden + moe(normed, weights, "moe.", self.spec.moe, options=Options())
         return hidden + gated_mlp(normed, weights["mlp.gate_up"], weights["mlp.down"])
 
     def layer(self, weights, hidden, kv_cache, index_cache, plan):

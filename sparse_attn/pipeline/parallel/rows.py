@@ -7,11 +7,11 @@ heads, and the ranks gather what was selected: an integer for each key, the same
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from sparse_attn.layout import IndexLayout
 from sparse_attn.mesh import Ranks
+from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel.ranks import dealt_rows, first_row, whole_rows
 from sparse_attn.pipeline.select import choose_decode, choose_over_ranks, choose_prefill
 from sparse_attn.types import CompressedPlan, QuantisedQuery, StepPlan
@@ -37,12 +37,14 @@ def choose_dealt(
     cache: torch.Tensor,
     block_table: torch.Tensor,
     plan: StepPlan | CompressedPlan,
+    layout: IndexLayout,
+    top_k: int,
+    options: Options,
     keys: Ranks,
     ranks: Ranks,
-    **options: Any,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """As choose_over_ranks, where deals_rows. keys: ranks that hold a part of the keys each. ranks: those that hold the
-    same keys, and share the rows. One collective over those. options: as choose_over_ranks takes them."""
+    same keys, and share the rows. One collective over those."""
     requests, next_n = plan.context_lens.shape
     units, width = (requests, next_n) if requests else (plan.kv_start.shape[0], 1)
     each, first = dealt_rows(units, ranks), first_row(units, ranks)
@@ -52,10 +54,11 @@ def choose_dealt(
         plan = plan._replace(context_lens=plan.context_lens.narrow(0, first, each))
     else:
         plan = plan._replace(kv_start=plan.kv_start.narrow(0, first, each), kv_end=plan.kv_end.narrow(0, first, each))
+    inputs = (own, cache, block_table, plan, layout, top_k, options)
     if keys.size > 1:
-        chosen = choose_over_ranks(own, cache, block_table, plan, keys, **options)[0 if requests else 1]
+        chosen = choose_over_ranks(*inputs, keys)[0 if requests else 1]
     else:
-        chosen = (choose_decode if requests else choose_prefill)(own, cache, block_table, plan, **options)
+        chosen = (choose_decode if requests else choose_prefill)(*inputs)
     assert chosen is not None
     whole = whole_rows(torch.unflatten(chosen, 0, (each, width)), units, ranks).flatten(0, 1)
     return (whole, None) if requests else (None, whole)
