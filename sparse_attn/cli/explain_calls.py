@@ -34,20 +34,28 @@ META = torch.device("meta")
 Arguments = tuple[str, tuple, dict]  # a public function's name, and what it is called with
 
 
-class Call(NamedTuple):
-    """arguments: from the options that ``defaults`` names."""
+PASSED = ("activations", "batch_invariant", "scale")  # which public functions take as they are
 
-    arguments: Callable[..., Arguments]
+
+class Call(NamedTuple):
+    """inputs: from the options that ``defaults`` names, but for those of PASSED."""
+
+    inputs: Callable[..., Arguments]
     defaults: dict[str, Any]
+
+    def arguments(self, **given: Any) -> Arguments:
+        """From all options that ``defaults`` names."""
+        op, args, kwargs = self.inputs(**{name: value for name, value in given.items() if name not in PASSED})
+        return op, args, kwargs | {name: given[name] for name in PASSED if given.get(name) is not None}
 
 
 def attention_decode(
     tokens: int, heads: int, layout: str, top_k: int, context: int, dtype: str, d_qk: int | None, d_v: int | None,
-    scale: float | None, block_size: int, extra_layout: str | None, extra_top_k: int | None, batch_invariant: bool,
+    block_size: int, extra_layout: str | None, extra_top_k: int | None,
 ) -> Arguments:  # fmt: skip
     kind = _kv_layout(layout, d_qk, d_v)
     keys, ragged = _cache(kind, tokens, context, block_size), _ragged(tokens, top_k)
-    options = dict(scale=kind.dim**-0.5 if scale is None else scale, layout=kind, batch_invariant=batch_invariant)
+    options = dict(scale=kind.dim**-0.5, layout=kind)
     if extra_layout is not None and extra_top_k is not None:
         extra = _kv_layout(extra_layout, None, None)
         options |= dict(
@@ -60,12 +68,9 @@ def attention_decode(
     return "sparse_attn_decode", (q, keys, ragged), options
 
 
-def attention_prefill(
-    tokens: int, heads: int, top_k: int, context: int, dtype: str, d_qk: int, d_v: int, scale: float | None,
-    batch_invariant: bool,
-) -> Arguments:  # fmt: skip
+def attention_prefill(tokens: int, heads: int, top_k: int, context: int, dtype: str, d_qk: int, d_v: int) -> Arguments:
     q = torch.empty(tokens, heads, d_qk, dtype=DTYPES[dtype], device=META)
-    options = dict(scale=d_qk**-0.5 if scale is None else scale, d_v=d_v, batch_invariant=batch_invariant)
+    options = dict(scale=d_qk**-0.5, d_v=d_v)
     return "sparse_attn_prefill", (q, q.new_empty(context, d_qk), _ragged(tokens, top_k)), options
 
 
@@ -113,30 +118,23 @@ def index_topk_prefill(tokens: int, heads: int, layout: str, top_k: int, context
     return "index_topk_prefill", (*_prefill_index(kind, tokens, heads, context), top_k), options
 
 
-def grouped_linear(
-    tokens: int, groups: int, outputs: int, columns: int, layout: str, dtype: str, activations: str,
-    batch_invariant: bool,
-) -> Arguments:  # fmt: skip
-    options: dict[str, Any] = dict(activations=activations, batch_invariant=batch_invariant)
+def grouped_linear(tokens: int, groups: int, outputs: int, columns: int, layout: str, dtype: str) -> Arguments:
     rows = torch.empty(tokens, columns, dtype=DTYPES[dtype], device=META)
     ends = _ints(groups) if groups > 1 else None  # one group: a linear
     if layout == "plain":
-        return "grouped_linear", (rows, ends, rows.new_empty(groups, outputs, columns)), options
+        return "grouped_linear", (rows, ends, rows.new_empty(groups, outputs, columns)), {}
     weight = _packed(groups, outputs, columns, layout, "--columns")
-    return "grouped_linear", (rows, ends, weight), options
+    return "grouped_linear", (rows, ends, weight), {}
 
 
 def packed_experts(
-    tokens: int, groups: int, experts_per_token: int, hidden: int, intermediate: int, layout: str, dtype: str,
-    activations: str, batch_invariant: bool,
-) -> Arguments:  # fmt: skip
+    tokens: int, groups: int, experts_per_token: int, hidden: int, intermediate: int, layout: str, dtype: str
+) -> Arguments:
     x = torch.empty(tokens, hidden, dtype=DTYPES[dtype], device=META)
     gate_up = _packed(groups, 2 * intermediate, hidden, layout, "--hidden")
     down = _packed(groups, hidden, intermediate, layout, "--intermediate")
     weights = torch.empty(tokens, experts_per_token, dtype=torch.float32, device=META)
-    return "packed_experts", (x, weights, _ints(tokens, experts_per_token), gate_up, down), dict(
-        activations=activations, batch_invariant=batch_invariant
-    )  # fmt: skip
+    return "packed_experts", (x, weights, _ints(tokens, experts_per_token), gate_up, down), {}
 
 
 def _packed(groups: int, outputs: int, columns: int, layout: str, option: str) -> PackedWeight:
@@ -160,6 +158,9 @@ _ATTENTION: dict[str, Any] = dict(
 )  # fmt: skip
 _INDEX: dict[str, Any] = dict(heads=MODEL.index.num_heads, layout="fp8", context=MODEL.max_positions)
 _PAGED: dict[str, Any] = dict(tokens=DECODE_TOKENS, next_n=1, block_size=BLOCK)
+_PRODUCT: dict[str, Any] = dict(
+    groups=MODEL.moe.num_experts, layout="e4m3/128x128/fp32", dtype="bf16", activations="exact", batch_invariant=False
+)
 CALLS: dict[str, Call] = {
     "attention_decode": Call(
         attention_decode,
@@ -177,18 +178,16 @@ CALLS: dict[str, Call] = {
     "index_topk_prefill": Call(index_topk_prefill, _INDEX | dict(tokens=PREFILL_TOKENS, top_k=MODEL.index.top_k)),
     "grouped_linear": Call(
         grouped_linear,
-        dict(
-            tokens=DECODE_TOKENS * MODEL.moe.experts_per_token, groups=MODEL.moe.num_experts,
-            outputs=2 * MODEL.moe.intermediate_size, columns=MODEL.hidden_size, layout="e4m3/128x128/fp32",
-            dtype="bf16", activations="exact", batch_invariant=False,
+        _PRODUCT | dict(
+            tokens=DECODE_TOKENS * MODEL.moe.experts_per_token, outputs=2 * MODEL.moe.intermediate_size,
+            columns=MODEL.hidden_size,
         ),
     ),
     "packed_experts": Call(
         packed_experts,
-        dict(
-            tokens=DECODE_TOKENS, groups=MODEL.moe.num_experts, experts_per_token=MODEL.moe.experts_per_token,
-            hidden=MODEL.hidden_size, intermediate=MODEL.moe.intermediate_size, layout="e4m3/128x128/fp32",
-            dtype="bf16", activations="exact", batch_invariant=False,
+        _PRODUCT | dict(
+            tokens=DECODE_TOKENS, experts_per_token=MODEL.moe.experts_per_token, hidden=MODEL.hidden_size,
+            intermediate=MODEL.moe.intermediate_size,
         ),
     ),
 }  # fmt: skip

@@ -38,6 +38,25 @@ class Batch(NamedTuple):
     bounds: Bounds
 
 
+def bounds_of(
+    model: Model,
+    *,
+    max_batch: int,
+    max_batched_tokens: int,
+    max_model_len: int,
+    next_n: int,
+    block_size: int,
+    kv_rows: int,
+) -> Bounds:
+    """Of the model's steps."""
+    options = model.options
+    return Bounds(
+        max_batch, max_batched_tokens, max_model_len, next_n, block_size, kv_rows, options.logits_bytes,
+        model.embed.dtype, prefill_activations=options.activations, batch_invariant=options.batch_invariant,
+        mesh=model.mesh,
+    )  # fmt: skip
+
+
 def prepare(
     model: Model,
     lengths: Sequence[int],
@@ -68,9 +87,9 @@ def prepare(
     tables = BlockTables(pool, count, max(2, blocks_for(max_context, dealt)), dealt)
     for request, tokens in enumerate(reach):
         tables.reserve(request, tokens)
-    step = Bounds(
-        max_batch=count, max_batched_tokens=prefill_tokens, max_model_len=max_context, block_size=block_size,
-        kv_rows=max(lengths) + prefill_tokens, logits_bytes=model.logits_bytes, mesh=model.mesh,
+    step = bounds_of(
+        model, max_batch=count, max_batched_tokens=prefill_tokens, max_model_len=max_context, next_n=next_n,
+        block_size=block_size, kv_rows=max(lengths) + prefill_tokens,
     )  # fmt: skip
     chunks = list(prefill_chunks(lengths, max(1, fitting_rows(model.spec, step))))
     longest = max(span.stop - span.start for spans in chunks for span in spans)
@@ -87,18 +106,10 @@ def prepare(
         seeds=None if seeds is None else seeds.to(device),
         draws=draws,
     )
-    bounds = Bounds(
-        max_batch=count,
+    bounds = replace(
+        step,
         max_batched_tokens=max(2, *(sum(span.stop - span.start for span in spans) for spans in chunks)),
-        max_model_len=max_context,
-        next_n=next_n,
-        block_size=block_size,
         kv_rows=max(least_capacity(model, dealt), *(sum(span.stop for span in spans) for spans in chunks)),
-        logits_bytes=model.logits_bytes,
-        batch_invariant=model.batch_invariant,
-        prefill_activations=model.prefill_activations,
-        dtype=model.embed.dtype,
-        mesh=model.mesh,
     )
     check_rank_scores(model.spec, bounds)
     return Batch(tables, caches, state, chunks, max_context, bounds)

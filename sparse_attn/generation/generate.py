@@ -20,7 +20,7 @@ from sparse_attn.generation.drafts import check_speculate
 from sparse_attn.generation.graph import DecodeGraph, check_capturable
 from sparse_attn.generation.inputs import checked_best, checked_prompts, checked_samplings, checked_seeds
 from sparse_attn.generation.logprobs import TokenLogprobs
-from sparse_attn.generation.loop import DecodeRows, EagerDecode
+from sparse_attn.generation.loop import DecodeRows, EagerDecode, LoopSettings
 from sparse_attn.generation.model import AnyCaches, Model
 from sparse_attn.generation.processes import check_same, check_same_weights
 from sparse_attn.generation.sampling import Sampling, draws_of
@@ -182,16 +182,16 @@ def generate(
         count = max_new_tokens - 1 if any(alive) else 0
         loop: DecodeRows | None = None
         if count and looped:
-            options: dict[str, Any] = dict(
-                max_context=max_context, max_blocks=state.block_table.shape[1], buckets=(batch,), sampling=sampling,
-                impl=model.impl, keep_logits=keep_logits or scored is not None, draws=draws, speculate=speculate,
-                drafter=drafter, predict=predict,
+            settings = LoopSettings(
+                max_context, state.block_table.shape[1], (batch,), sampling=sampling, impl=model.impl,
+                keep_logits=keep_logits or scored is not None, draws=draws, speculate=speculate, drafter=drafter,
+                predict=predict,
             )  # fmt: skip
             if graph:
                 size = scratch_size(model, replace(bounds, max_batched_tokens=0, kv_rows=0))
-                loop = captured = DecodeGraph(run, caches, workspace_size=size, **options)
+                loop = captured = DecodeGraph(run, caches, workspace_size=size, **settings._asdict())
             else:
-                loop = EagerDecode(run, caches, **options)
+                loop = EagerDecode(run, caches, settings)
                 if compile:
                     loop.warm_up()
             own: dict[str, Any] = {}

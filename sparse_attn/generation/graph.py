@@ -18,7 +18,7 @@ from sparse_attn import workspace
 from sparse_attn.framework import streams, torch_private
 from sparse_attn.framework.target import target_of
 from sparse_attn.generation.inputs import checked_sampling
-from sparse_attn.generation.loop import HISTORY, DecodeRows
+from sparse_attn.generation.loop import HISTORY, DecodeRows, LoopSettings
 from sparse_attn.generation.model import AnyCaches
 from sparse_attn.generation.processes import REPLAY_S
 from sparse_attn.generation.sampling import Draws, Sampling
@@ -118,11 +118,11 @@ class DecodeGraph(DecodeRows):
         self.stream, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._passed = torch.cuda.Event()  # recorded anew by whoever waits for a stream next
         self._behind: torch.cuda.Stream | None = None  # has waited for everything on the graph's stream
-        super().__init__(
-            step, caches, max_context=max_context, max_blocks=max_blocks, ring_blocks=ring_blocks, buckets=buckets,
-            sampling=sampling, impl=impl, keep_logits=keep_logits, keep_logprobs=keep_logprobs, draws=draws,
-            batch_invariant=batch_invariant, speculate=speculate, drafter=drafter, predict=predict,
+        settings = LoopSettings(
+            max_context, max_blocks, buckets, ring_blocks, sampling, impl, keep_logits, keep_logprobs, draws,
+            batch_invariant, speculate, drafter, predict,
         )  # fmt: skip
+        super().__init__(step, caches, settings)
         for history in (self._history, self._logprobs):
             if history is not None:
                 history.record_stream(self._copies)

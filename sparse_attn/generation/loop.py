@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 
@@ -30,60 +31,58 @@ from sparse_attn.types import WindowCaches
 HISTORY = 1024  # steps of drawn tokens the device keeps
 
 
-class DecodeRows(ABC):
-    """The rows of a decode loop and their state on the device of ``caches``. Arguments: see DecodeGraph."""
+class LoopSettings(NamedTuple):
+    """What a decode loop is made with; see DecodeGraph."""
 
-    def __init__(
-        self,
-        step: Step,
-        caches: AnyCaches,
-        *,
-        max_context: int,
-        max_blocks: int,
-        ring_blocks: int = 1,
-        buckets: Sequence[int],
-        sampling: Sampling = Sampling(),
-        impl: str = "auto",
-        keep_logits: bool = False,
-        keep_logprobs: bool = False,
-        draws: Draws | None = None,
-        batch_invariant: bool = False,
-        speculate: int = 0,
-        drafter: Drafter | None = None,
-        predict: Predict | None = None,
-    ):
+    max_context: int
+    max_blocks: int
+    buckets: Sequence[int]
+    ring_blocks: int = 1
+    sampling: Sampling = Sampling()
+    impl: str = "auto"
+    keep_logits: bool = False
+    keep_logprobs: bool = False
+    draws: Draws | None = None
+    batch_invariant: bool = False
+    speculate: int = 0
+    drafter: Drafter | None = None
+    predict: Predict | None = None
+
+
+class DecodeRows(ABC):
+    """The rows of a decode loop and their state on the device of ``caches``."""
+
+    def __init__(self, step: Step, caches: AnyCaches, settings: LoopSettings):
         self.mesh: Mesh = getattr(step, "mesh", ONE_RANK)
-        sampling = checked_sampling(sampling)
-        check_speculate(speculate, drafter)
-        check_counted(sampling, draws)
+        self.sampling, buckets = checked_sampling(settings.sampling), settings.buckets
+        check_speculate(settings.speculate, settings.drafter)
+        check_counted(self.sampling, settings.draws)
         if not buckets or min(buckets) < 1:
             raise ValueError(f"buckets: got {list(buckets)}, allowed: one or more batch sizes, each at least 1")
-        if batch_invariant and getattr(step, "batch_invariant", True) is False:
+        if settings.batch_invariant and getattr(step, "batch_invariant", True) is False:
             raise ValueError("batch_invariant: got True, allowed: with a step that is; see Model")
-        self.buckets = (max(buckets),) if batch_invariant else tuple(sorted(set(buckets)))
-        self.max_context, self.max_blocks, self.sampling = max_context, max_blocks, sampling
-        self.keep_logits, self.keep_logprobs, self.batch_invariant = keep_logits, keep_logprobs, batch_invariant
+        self.buckets = (max(buckets),) if settings.batch_invariant else tuple(sorted(set(buckets)))
+        self.max_context, self.max_blocks = settings.max_context, settings.max_blocks
+        self.keep_logits, self.keep_logprobs = settings.keep_logits, settings.keep_logprobs
+        self.batch_invariant, self.speculate = settings.batch_invariant, settings.speculate
         self.logits: torch.Tensor | None = None
-        self.speculate, self._drafter, self._predict = speculate, drafter, predict
-        self._step, self._caches, self._impl = step, caches, impl
+        self._step, self._caches, self._impl = step, caches, settings.impl
         self.live: set[int] = set()  # the rows in use, which ``load``, ``join``, ``start`` and ``leave`` change
         self._taken = 0  # steps taken, the host's count of what _place counts on the device
         with self._editing():
-            self._allocate(self.buckets[-1], max_blocks, ring_blocks, draws, caches.kv[0].device)
+            self._allocate(self.buckets[-1], settings, caches.kv[0].device)
 
-    def _allocate(
-        self, rows: int, max_blocks: int, ring_blocks: int, draws: Draws | None, device: torch.device
-    ) -> None:
+    def _allocate(self, rows: int, settings: LoopSettings, device: torch.device) -> None:
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._block_table = torch.full((rows, max_blocks), -1, dtype=torch.int32, device=device)
+        self._block_table = torch.full((rows, self.max_blocks), -1, dtype=torch.int32, device=device)
         self._ring_table = None
         if isinstance(self._caches, WindowCaches):
-            self._ring_table = torch.full((rows, ring_blocks), -1, dtype=torch.int32, device=device)
+            self._ring_table = torch.full((rows, settings.ring_blocks), -1, dtype=torch.int32, device=device)
         self._query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._stop_ids = torch.tensor(self.sampling.stop_ids, dtype=torch.int64, device=device)
         self._edits = RowEdits(device, self._allocator())  # of rows, to be written before the state is read
-        self._settings = RowSettings(self._edits, self.sampling, rows, device, self._ring_table, draws)
+        self._settings = RowSettings(self._edits, self.sampling, rows, device, self._ring_table, settings.draws)
         self._seeds, self._draws = self._settings.seeds, self._settings.draws
         self._row_seeds = self._seeds.clone()  # of rows that bring none
         self._length_rows, self._table_rows = (
@@ -94,7 +93,7 @@ class DecodeRows(ABC):
         self._speculator = None
         if self.speculate:
             self._speculator = Speculator(
-                self._step, self.speculate, self._drafter, self._predict,
+                self._step, self.speculate, settings.drafter, settings.predict,
                 rows=rows, max_context=self.max_context, impl=self._impl, device=device,
             )  # fmt: skip
         self._columns = (self.speculate + 1,) if self.speculate else ()  # of a row's tokens of a step

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,12 +27,12 @@ import torch
 from sparse_attn import workspace
 from sparse_attn.framework import checks
 from sparse_attn.generation.admission import AGE, Seats
-from sparse_attn.generation.batch import compiled, locked_workspace, scratch_size
+from sparse_attn.generation.batch import bounds_of, compiled, locked_workspace, scratch_size
 from sparse_attn.generation.blocks import BlockPool, Span, blocks_for
 from sparse_attn.generation.drafts import check_speculate
 from sparse_attn.generation.graph import DecodeGraph, check_capturable
 from sparse_attn.generation.inputs import checked_prompt, checked_sampling
-from sparse_attn.generation.loop import DecodeRows, EagerDecode
+from sparse_attn.generation.loop import DecodeRows, EagerDecode, LoopSettings
 from sparse_attn.generation.model import Model
 from sparse_attn.generation.processes import check_same, check_same_weights, most_of_all
 from sparse_attn.generation.requests import Finished, Occupancy, Request
@@ -41,7 +42,7 @@ from sparse_attn.generation.steps import PrefillSize, least_capacity, prefill_st
 from sparse_attn.generation.stream import TokenStream, on_the_way
 from sparse_attn.mesh import ALONE
 from sparse_attn.ops.layers.sampling import token_logprobs
-from sparse_attn.pipeline import Bounds, check_block_size, default_block_size
+from sparse_attn.pipeline import check_block_size, default_block_size
 
 IDLE_S = 100e-6  # between two looks of ``drain`` while nothing has arrived
 
@@ -135,25 +136,21 @@ class Batching:
         self._drafts, self._predict = speculate, None
         if speculate and drafter is None:
             self._predict = compiled(model.predictor(), self.caches) if compile else model.predictor()
-        bounds: dict[str, Any] = dict(
-            max_batch=rows, max_model_len=self._max_context, next_n=speculate + 1, block_size=int(block_size),
-            mesh=model.mesh, logits_bytes=model.logits_bytes, batch_invariant=model.batch_invariant,
-            prefill_activations=model.prefill_activations, dtype=model.embed.dtype,
+        bounds = bounds_of(
+            model, max_batch=rows, max_batched_tokens=self.prefill_tokens, max_model_len=self._max_context,
+            next_n=speculate + 1, block_size=int(block_size), kv_rows=self._max_context,
         )  # fmt: skip
-        self._workspace = locked_workspace(
-            model, Bounds(max_batched_tokens=self.prefill_tokens, kv_rows=self._max_context, **bounds)
-        )
-        options: dict[str, Any] = dict(
-            max_context=self._max_context, max_blocks=width, impl=model.impl, keep_logprobs=logprobs,
-            draws=self._draws_of(Sampling(), []), batch_invariant=self.batch_invariant,
-            buckets=[1 << n for n in range((rows - 1).bit_length())] + [rows], speculate=speculate, drafter=drafter,
-            predict=self._predict,
+        self._workspace = locked_workspace(model, bounds)
+        settings = LoopSettings(
+            self._max_context, width, [1 << n for n in range((rows - 1).bit_length())] + [rows], impl=model.impl,
+            keep_logprobs=logprobs, draws=self._draws_of(Sampling(), []), batch_invariant=self.batch_invariant,
+            speculate=speculate, drafter=drafter, predict=self._predict,
         )  # fmt: skip
         if graph:
-            size = scratch_size(model, Bounds(max_batched_tokens=0, kv_rows=0, **bounds))
-            self.loop: DecodeRows = DecodeGraph(self._run, self.caches, workspace_size=size, **options)
+            size = scratch_size(model, replace(bounds, max_batched_tokens=0, kv_rows=0))
+            self.loop: DecodeRows = DecodeGraph(self._run, self.caches, workspace_size=size, **settings._asdict())
         else:
-            self.loop = EagerDecode(self._run, self.caches, **options)
+            self.loop = EagerDecode(self._run, self.caches, settings)
         self.seats = Seats(
             self.loop, self.caches, self.pool, rows=rows, width=width, block_size=self.block_size,
             has_rings=model.has_rings, snapshots=snapshots, share=share,

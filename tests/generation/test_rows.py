@@ -13,7 +13,7 @@ from support.steps import BLOCK, MAX_CONTEXT, WIDTH, filled_caches, model_of
 from sparse_attn import DecodeGraph, Sampling
 from sparse_attn.framework.torch_private import occupy
 from sparse_attn.generation import row_settings
-from sparse_attn.generation.loop import EagerDecode
+from sparse_attn.generation.loop import EagerDecode, LoopSettings
 from sparse_attn.generation.sampling import Draws
 from sparse_attn.generation.stream import TokenStream
 
@@ -22,7 +22,8 @@ OPTIONS = dict(max_context=MAX_CONTEXT, max_blocks=WIDTH, buckets=(2, ROWS), kee
 
 
 def rows_of(kind, model, caches, **options):
-    return kind(model, caches, **(OPTIONS | options))
+    given = OPTIONS | options
+    return EagerDecode(model, caches, LoopSettings(**given)) if kind is EagerDecode else kind(model, caches, **given)
 
 
 def given(model, row, seq_len, token=7):

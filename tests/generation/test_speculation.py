@@ -10,7 +10,7 @@ from support.steps import model_of
 
 from sparse_attn import Model, Sampling, generate
 from sparse_attn.framework.torch_private import TorchDispatchMode
-from sparse_attn.generation.loop import EagerDecode
+from sparse_attn.generation.loop import EagerDecode, LoopSettings
 from sparse_attn.generation.sampling import draws_of
 from sparse_attn.generation.text import shipped_text
 from sparse_attn.models.params import random_params
@@ -186,8 +186,10 @@ def test_no_step_waits_for_the_host(penalised, drafter):
     table, ids = torch.arange(rows * 4, dtype=torch.int32).view(rows, 4), torch.randint(0, vocab, (rows,))
     caches, draws = Caches((torch.zeros(12, 8, 4),), (None,)), draws_of([sampling] * rows, vocab, prompts=[[1]] * rows)
     loop = EagerDecode(
-        Random(vocab), caches, max_context=32, max_blocks=4, buckets=(rows,), speculate=2, drafter=drafter, draws=draws,
-        keep_logprobs=True, predict=lambda tokens, hidden, caches, plan: hidden,
+        Random(vocab), caches, LoopSettings(
+            32, 4, (rows,), speculate=2, drafter=drafter, draws=draws, keep_logprobs=True,
+            predict=lambda tokens, hidden, caches, plan: hidden,
+        ),
     )  # fmt: skip
     lens = torch.tensor([5, 31, 0], dtype=torch.int32)
     known = torch.randint(0, vocab, (rows, 30)) if drafter else None

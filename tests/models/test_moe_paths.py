@@ -82,8 +82,8 @@ def test_parts_of_all_ranks_add_up(grid, packed, monkeypatch):
     want = moe(x, params, "", spec, options=Options("reference"))
     product = experts._product
 
-    def poisoned(rows, ends, weight, **options):
-        out = product(rows, ends, weight, **options)
+    def poisoned(rows, ends, weight, options):
+        out = product(rows, ends, weight, options)
         return torch.where((torch.arange(len(out)) >= ends[-1]).unsqueeze(1), torch.nan, out)
 
     def told(*arguments, num_experts, **options):
@@ -116,7 +116,7 @@ def test_a_cpu_reads_the_chosen_experts_alone(tokens, dtype):
         "bias": params["bias"],
     }
     x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(2)).to(dtype)
-    weights, ids = experts.route(x, params, "", spec, None, impl="reference")
+    weights, ids = experts.route(x, params, "", spec, None, Options("reference"))
     want = torch.zeros(tokens, hidden, dtype=torch.float64)
     for token in range(tokens):
         for weight, expert in zip(weights[token].double(), ids[token].tolist()):
@@ -150,7 +150,7 @@ def test_gradients_of_the_grouped_product_are_those_of_the_dense_one():
     spec, hidden = replace(MANY, num_experts=19), 64
     generator = torch.Generator().manual_seed(3)
     x, params = torch.randn(9, hidden, generator=generator), params_of(spec, hidden)
-    weights, ids = experts.route(x, params, "", spec, None, impl="reference")
+    weights, ids = experts.route(x, params, "", spec, None, Options("reference"))
     found = []
     for product in (experts.experts_dense, experts.experts_grouped):
         leaves = [one.detach().float().requires_grad_() for one in (x, weights, params["gate_up"], params["down"])]

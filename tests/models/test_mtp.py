@@ -20,7 +20,7 @@ from sparse_attn.cli.shipped import folder_of
 from sparse_attn.framework.target import H200
 from sparse_attn.generation import batch as batch_module
 from sparse_attn.generation.batch import prepare
-from sparse_attn.generation.loop import EagerDecode
+from sparse_attn.generation.loop import EagerDecode, LoopSettings
 from sparse_attn.generation.model import Predictor
 from sparse_attn.generation.sampling import draw
 from sparse_attn.generation.steps import decode_plan, prefill_step, seeds_of, slot_block
@@ -50,8 +50,10 @@ def loop_of(model, prompts, drafts, sampling, new, **options):
         )  # fmt: skip
     state = batch.state
     loop = EagerDecode(
-        model, batch.caches, max_context=batch.max_context, max_blocks=state.block_table.shape[1],
-        buckets=(len(prompts),), sampling=sampling, speculate=drafts, **options,
+        model, batch.caches, LoopSettings(
+            batch.max_context, state.block_table.shape[1], (len(prompts),), sampling=sampling, speculate=drafts,
+            **options,
+        ),
     )  # fmt: skip
     loop.load(state.tokens, state.seq_lens, state.block_table, state.ring_table, seeds_of(state, sampling))
     return loop

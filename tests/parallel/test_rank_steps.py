@@ -14,7 +14,7 @@ from sparse_attn import Model, Sampling, generate
 from sparse_attn.checkpoints.sharding import shard_params
 from sparse_attn.framework.torch_private import TorchDispatchMode, all_gather, all_reduce, all_to_all, fake_processes
 from sparse_attn.generation.batch import prepare
-from sparse_attn.generation.loop import EagerDecode
+from sparse_attn.generation.loop import EagerDecode, LoopSettings
 from sparse_attn.generation.steps import decode_step
 from sparse_attn.mesh import Mesh
 from sparse_attn.models.exchange import drafting_bytes, drafting_calls, step_bytes, step_calls
@@ -103,9 +103,7 @@ def test_a_step_that_drafts_sends_what_is_counted(name, as_rank, drafts):
     _, caches, state, _, max_context, _ = prepare(
         model, lengths, [length + 9 for length in lengths], block_size=block_size, prefill_tokens=64, next_n=drafts + 1
     )
-    loop = EagerDecode(
-        model, caches, max_context=max_context, max_blocks=state.block_table.shape[1], buckets=(3,), speculate=drafts
-    )
+    loop = EagerDecode(model, caches, LoopSettings(max_context, state.block_table.shape[1], (3,), speculate=drafts))
     loop.load(state.tokens, state.seq_lens, state.block_table, state.ring_table)
     with Sent(as_rank) as sent:
         loop.run(1)
