@@ -280,8 +280,8 @@ PYTHON = [
     Mutation(
         "one-product-stays-exact", "groups of heads are multiplied as they are in steps that are quantised",
         "sparse_attn/models/products.py",
-        'activations=options.activations if packed else "exact"',
-        'activations="exact"',
+        'activations=options.activations if isinstance(weight, PackedWeight) else "exact",',
+        'activations="exact",',
         ("tests/models/test_prefill_activations.py::test_products_of_steps_with_prefill_rows_are_quantised",),
     ),
     Mutation(
@@ -294,8 +294,8 @@ PYTHON = [
     Mutation(
         "scratch-of-exact-prompts", "scratch of quantised prompts is counted as that of exact ones",
         "sparse_attn/pipeline/bounds.py",
-        "yield decode, prefill, bounds.prefill_activations",
-        'yield decode, prefill, "exact"',
+        "    if prefill:\n        yield decode, prefill, options\n",
+        "    if prefill:\n        yield decode, prefill, options.exact()\n",
         ("tests/pipeline/test_workspace_size.py::test_products_of_no_row_count_take_more",),
     ),
     Mutation(

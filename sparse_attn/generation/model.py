@@ -58,9 +58,9 @@ class Model(torch.nn.Module):
     ):
         super().__init__()
         self.spec, self.layouts = spec, layouts
-        self.impl, self.logits_bytes, self.batch_invariant = impl, logits_bytes, batch_invariant
-        self.prefill_activations, self.mesh = prefill_activations, mesh
-        assert self.options  # which are checked as they are made
+        options = Options(impl, logits_bytes, batch_invariant, prefill_activations)
+        self.impl, self.logits_bytes, self.batch_invariant = options.impl, options.logits_bytes, options.batch_invariant
+        self.prefill_activations, self.mesh = options.activations, mesh
         self._places = []  # (name, its node, its name there), because a walk over the tree takes long
         self._predictors: list[Predictor] = []  # once it is asked for; a list, because it is no part of the model
         self._predicts = any(name.startswith(mtp.PREFIX) for name in params)

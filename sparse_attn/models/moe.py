@@ -25,8 +25,8 @@ from sparse_attn.framework.lanes import by_rows
 from sparse_attn.framework.target import Target
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.norms import linear_fp32
-from sparse_attn.models.products import product
-from sparse_attn.ops.layers.products import grouped_linear, packed_experts
+from sparse_attn.models.products import by_ends, product
+from sparse_attn.ops.layers.products import packed_experts
 from sparse_attn.ops.layers.router import biased_grouped_topk, hash_routed_experts
 from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel.experts import combine, dispatch
@@ -148,7 +148,7 @@ def experts_grouped(
 
 def _product(rows: torch.Tensor, ends: torch.Tensor, weight: Weight, options: Options) -> torch.Tensor:
     if options.batch_invariant or isinstance(weight, PackedWeight):
-        return grouped_linear(rows, ends, weight, batch_invariant=options.batch_invariant, impl=options.impl)
+        return by_ends(rows, ends, weight, options)
     return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
 

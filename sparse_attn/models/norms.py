@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn.framework.autocast import no_autocast
-from sparse_attn.ops.layers.products import linear
+from sparse_attn.models.products import product
 from sparse_attn.pipeline.options import Options
 
 
@@ -48,7 +48,7 @@ def linear_fp32(x: torch.Tensor, weight: torch.Tensor, options: Options = Option
     Batch-invariant: ops.layers.products.grouped_linear multiplies what is widened.
     """
     if options.batch_invariant:
-        return linear(x.float(), weight.float(), batch_invariant=True, impl=options.impl)
+        return product(x.float(), weight.float(), options)
     if x.is_cuda and x.dtype == torch.bfloat16 and weight.dtype == torch.bfloat16:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())

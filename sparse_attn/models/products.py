@@ -17,17 +17,20 @@ def product(x: torch.Tensor, weight: Weight, options: Options) -> torch.Tensor:
 
 def by_groups(grouped: torch.Tensor, weight: Weight, options: Options) -> torch.Tensor:
     """grouped [groups, T, d] times weight [groups, n, d] -> [groups, T, n], as ``product`` of each group."""
-    packed = isinstance(weight, PackedWeight)
-    if not options.batch_invariant and not packed:
+    if not options.batch_invariant and not isinstance(weight, PackedWeight):
         return torch.bmm(grouped, weight.transpose(1, 2))
     groups, tokens = grouped.shape[:2]
     ends = torch.arange(1, groups + 1, dtype=torch.int32, device=grouped.device) * tokens
-    out = grouped_linear(
-        grouped.flatten(0, 1),
+    return torch.unflatten(by_ends(grouped.flatten(0, 1), ends, weight, options), 0, (groups, tokens))
+
+
+def by_ends(rows: torch.Tensor, ends: torch.Tensor, weight: Weight, options: Options) -> torch.Tensor:
+    """ops.layers.linears.grouped_linear, as ``product`` of each group."""
+    return grouped_linear(
+        rows,
         ends,
         weight,
-        activations=options.activations if packed else "exact",
+        activations=options.activations if isinstance(weight, PackedWeight) else "exact",
         batch_invariant=options.batch_invariant,
         impl=options.impl,
     )
-    return torch.unflatten(out, 0, (groups, tokens))

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn.mesh import ONE_RANK, Mesh
-from sparse_attn.ops.layers.products import linear
+from sparse_attn.models.products import product
 from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel.ranks import join_over_ranks, sum_over_ranks
 from sparse_attn.weight_layout import Weight
@@ -33,7 +33,7 @@ def token_logits(
     mesh: Mesh = ONE_RANK,
 ) -> torch.Tensor:
     """fp32 [T, vocab_size] of hidden [T, hidden], the same bits on every rank."""
-    logits = linear(hidden, head, batch_invariant=options.batch_invariant, impl=options.impl)
+    logits = product(hidden, head, options.exact())
     if mesh.tensor.size == 1:
         return logits.float()
     return join_over_ranks(logits, mesh.tensor)[:, :vocab_size].float().contiguous()

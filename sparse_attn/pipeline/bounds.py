@@ -17,7 +17,6 @@ from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.ops.attention.sparse import dispatch as attention
 from sparse_attn.ops.attention.sparse.problem import KvLayout, Problem, packed_decode, packed_prefill
 from sparse_attn.ops.indexer.scores import dispatch as scoring
-from sparse_attn.ops.layers.products import ACTIVATIONS
 from sparse_attn.ops.ragged.lists import config as ragged_config
 from sparse_attn.ops.topk.fused import LOGITS_BYTES
 from sparse_attn.ops.topk.fused import config as index_topk_config
@@ -25,6 +24,7 @@ from sparse_attn.ops.topk.fused.fake import ROW_ALIGNMENT
 from sparse_attn.ops.topk.select import dispatch as selection
 from sparse_attn.ops.topk.select.plan import Problem as SelectionProblem
 from sparse_attn.pipeline.layouts import CacheLayouts, cache_layouts
+from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel.context import own_bound, own_room
 from sparse_attn.pipeline.parallel.experts import most_dispatched
 from sparse_attn.pipeline.parallel.rows import shares_rows
@@ -63,15 +63,18 @@ class Bounds:
 
     def __post_init__(self):
         for name, least in (("max_batch", 0), ("max_batched_tokens", 0), ("max_model_len", 1), ("next_n", 1),
-                            ("block_size", 1), ("logits_bytes", 0)):  # fmt: skip
+                            ("block_size", 1)):  # fmt: skip
             checks.check_at_least(name, getattr(self, name), least)
         if self.kv_rows is not None:
             checks.check_at_least("kv_rows", self.kv_rows, 0)
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise TypeError(f"dtype: got {self.dtype!r}, allowed: a floating torch.dtype")
-        checks.check_choice("prefill_activations", self.prefill_activations, ACTIVATIONS)
-        for name in ("prefill_in_place", "batch_invariant"):
-            checks.check_flag(name, getattr(self, name))
+        checks.check_flag("prefill_in_place", self.prefill_in_place)
+        self.options()  # which are checked as they are made
+
+    def options(self) -> Options:
+        """Of the steps."""
+        return Options("auto", self.logits_bytes, self.batch_invariant, self.prefill_activations)
 
     @property
     def num_blocks(self) -> int:
@@ -112,28 +115,26 @@ def workspace_size(
     compressed = isinstance(spec, CompressedSpec)
     parts = _windowed(spec, bounds, layouts) if compressed else _latent(spec, bounds, layouts)
     sizes = [workspace.size_of(scratch) for part in parts for scratch in _scratches(part, bounds, target)]
-    options: dict[str, Any] = dict(dtype=bounds.dtype, batch_invariant=bounds.batch_invariant)
     of_experts = {name: weight for name, weight in (weights or {}).items() if ".moe." in name}  # shared ones, too
     others = {name: weight for name, weight in (weights or {}).items() if name not in of_experts}
-    for decode, prefill, activations in _steps(bounds):
+    for decode, prefill, options in _steps(bounds):
         routed = most_dispatched(decode, prefill, bounds.mesh)
         for held, most in ((of_experts, routed), (others, decode + prefill)):
-            found = product_scratches(
-                held, spec.moe.experts_per_token, spec.moe.num_experts, most, target, activations=activations, **options
-            )
+            routes = spec.moe.experts_per_token, spec.moe.num_experts
+            found = product_scratches(held, *routes, most, target, dtype=bounds.dtype, options=options)
             sizes += map(workspace.size_of, found)
     return workspace.largest(sizes)
 
 
-def _steps(bounds: Bounds) -> Iterator[tuple[int, int, str]]:
-    """(decode rows, prefill rows, activations) of the largest step, for each kind of activations."""
-    decode, prefill = bounds.max_batch * bounds.next_n, bounds.max_batched_tokens
-    if bounds.prefill_activations == "exact":
-        yield decode, prefill, "exact"
+def _steps(bounds: Bounds) -> Iterator[tuple[int, int, Options]]:
+    """(decode rows, prefill rows, options) of the largest step, for each kind of activations."""
+    decode, prefill, options = bounds.max_batch * bounds.next_n, bounds.max_batched_tokens, bounds.options()
+    if options == options.exact():
+        yield decode, prefill, options
         return
-    yield decode, 0, "exact"
+    yield decode, 0, options.exact()
     if prefill:
-        yield decode, prefill, bounds.prefill_activations
+        yield decode, prefill, options
 
 
 def fitting_rows(spec: Spec | CompressedSpec, bounds: Bounds) -> int:

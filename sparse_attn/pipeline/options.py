@@ -29,4 +29,4 @@ class Options:
         checks.check_choice("prefill_activations", self.activations, ACTIVATIONS)
 
     def exact(self) -> Options:
-        return replace(self, activations="exact")
+        return self if self.activations == "exact" else replace(self, activations="exact")

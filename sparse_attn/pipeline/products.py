@@ -12,6 +12,7 @@ from sparse_attn.framework.dispatch import Choice
 from sparse_attn.framework.target import Target
 from sparse_attn.ops.layers.products import dispatch
 from sparse_attn.ops.layers.products.problem import ExpertsProblem, Problem
+from sparse_attn.pipeline.options import Options
 from sparse_attn.weight_layout import PackedWeight, Weight, parse_weight_layout, weight_shape
 from sparse_attn.workspace import Scratch
 
@@ -28,11 +29,11 @@ class _Shape(NamedTuple):
     layout: str
     grouped: bool
 
-    def problem(self, rows: int, dtype: torch.dtype, batch_invariant: bool) -> Problem:
+    def problem(self, rows: int, dtype: torch.dtype, options: Options) -> Problem:
         packed = parse_weight_layout(self.layout)
         return Problem(
             rows, self.groups, self.outputs, self.columns, dtype, self.grouped, packed.codes, packed.scale,
-            packed.block, batch_invariant=batch_invariant, whole=packed.first_row == 0,
+            packed.block, batch_invariant=options.batch_invariant, whole=packed.first_row == 0,
         )  # fmt: skip
 
 
@@ -44,8 +45,7 @@ def product_scratches(
     target: Target,
     *,
     dtype: torch.dtype,
-    activations: str = "exact",
-    batch_invariant: bool,
+    options: Options,
 ) -> Iterator[Scratch]:
     """What products of a step of ``most`` rows or fewer ask for, at every number of rows that may take the most. More
     rows take more, except where another kernel runs.
@@ -63,11 +63,12 @@ def product_scratches(
         found: list[Choice] = []
         for shape in alone:
             found.append(
-                dispatch.CHOOSE[activations](shape.problem(tokens * shape.groups, dtype, batch_invariant), target)
+                dispatch.CHOOSE[options.activations](shape.problem(tokens * shape.groups, dtype, options), target)
             )
         for pair in routed:
-            first, second = (shape.problem(tokens * experts_per_token, dtype, batch_invariant) for shape in pair)
-            routes = ExpertsProblem(tokens, experts_per_token, first, second, num_experts, activations, batch_invariant)
+            first, second = (shape.problem(tokens * experts_per_token, dtype, options) for shape in pair)
+            how = options.activations, options.batch_invariant
+            routes = ExpertsProblem(tokens, experts_per_token, first, second, num_experts, *how)
             found.append(dispatch.choose_experts(routes, target))
         return found
 

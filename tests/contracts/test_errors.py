@@ -20,6 +20,7 @@ from sparse_attn.ops.layers.router import biased_grouped_topk, hash_routed_exper
 from sparse_attn.ops.ragged import lists
 from sparse_attn.ops.topk import fused
 from sparse_attn.pipeline.bounds import Bounds
+from sparse_attn.pipeline.options import Options
 from sparse_attn.testing.ops import public_functions
 
 FUNCTIONS = [function for function in public_functions().values() if "impl" in inspect.signature(function).parameters]
@@ -108,6 +109,9 @@ ROUTES = dict(logits=torch.zeros(2, 8), tokens=torch.zeros(2, dtype=torch.int32)
     (lambda: planned_mesh(place=-1), ValueError, "place: got -1, allowed: 0 to 0"),
     (lambda: Bounds(2, 8, 64, dtype="bf16"), TypeError, "dtype: got 'bf16', allowed: a floating torch.dtype"),
     (lambda: Bounds(2, 8, 64, batch_invariant="text"), TypeError, "batch_invariant: got 'text', allowed: True or"),
+    (lambda: Options(logits_bytes=-1), ValueError, "logits_bytes: got -1, allowed: at least 0"),
+    (lambda: Options(batch_invariant=1), TypeError, "batch_invariant: got 1, allowed: True or False"),
+    (lambda: Options(activations="fp16"), ValueError, "prefill_activations: got 'fp16', allowed: 'exact', 'fp8'"),
 ])  # fmt: skip
 def test_helpers_name_the_argument(call, error, message):
     with pytest.raises(error, match=rf"^{message}"):

@@ -21,6 +21,7 @@ from sparse_attn.ops.layers.products import dispatch as linears
 from sparse_attn.ops.layers.products.problem import Problem
 from sparse_attn.ops.ragged.lists import config as ragged_config
 from sparse_attn.pipeline import Bounds, bounds, cache_layouts, workspace_size
+from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.products import product_scratches
 from sparse_attn.spec import PRESETS, CompressedSpec, preset
 from sparse_attn.testing.launches import TARGETS
@@ -132,7 +133,6 @@ PUBLISHED = [("deepseek_v32", "published"), ("deepseek_v4_flash", "published"), 
 def test_products_of_no_row_count_take_more(name, form, activations, invariant, target):
     spec = preset(name)
     weights = packed_weights(spec, form, predicted=1, mesh=planned_mesh(tensor=8, expert=8))
-    alone = dict(dtype=torch.bfloat16, batch_invariant=invariant)
 
     def asked(most, activations=activations):
         found = product_scratches(
@@ -141,8 +141,8 @@ def test_products_of_no_row_count_take_more(name, form, activations, invariant, 
             spec.moe.num_experts,
             most,
             TARGETS[target],
-            activations=activations,
-            **alone,
+            dtype=torch.bfloat16,
+            options=Options(batch_invariant=invariant, activations=activations),
         )
         return workspace.largest(map(workspace.size_of, found))
 
@@ -166,7 +166,7 @@ def test_no_linear_of_fewer_rows_takes_more(name, activations):
     for value in {(weight.codes.shape, weight.layout): weight for weight in weights.values()}.values():
 
         def asked(most, value=value):
-            some = dict(activations=activations, dtype=torch.bfloat16, batch_invariant=False)
+            some = dict(dtype=torch.bfloat16, options=Options(activations=activations))
             return workspace.largest(
                 map(workspace.size_of, product_scratches({"w": value}, 8, 256, most, H200, **some))
             )
@@ -184,14 +184,14 @@ def test_experts_of_fewer_rows_take_no_more_where_another_kernel_runs(name, k, m
     weights, count = packed_weights(preset(name), "published"), preset(name).moe.num_experts
 
     def asked(most):
-        found = product_scratches(weights, k, count, most, H200, dtype=torch.bfloat16, batch_invariant=False)
+        found = product_scratches(weights, k, count, most, H200, dtype=torch.bfloat16, options=Options())
         return workspace.largest(map(workspace.size_of, found)).nbytes
 
     experts = {key: value for key, value in weights.items() if key.endswith(("moe.gate_up", "moe.down"))}
     whole = asked(most)
     for tokens in (257, 383, 384, 455, 461, 462, 500, 510, 511, 512, 767, 768, 800):
         if tokens < most:
-            only = product_scratches(experts, k, count, tokens, H200, dtype=torch.bfloat16, batch_invariant=False)
+            only = product_scratches(experts, k, count, tokens, H200, dtype=torch.bfloat16, options=Options())
             assert max(workspace.size_of(scratch).nbytes for scratch in only) <= whole
 
 
@@ -199,9 +199,7 @@ def test_expert_scratch_is_what_a_step_holds_between_its_products():
     spec = preset("deepseek_v4_flash")
     weights = packed_weights(spec, "published")
     tokens, k, hidden, inner = 4096, spec.moe.experts_per_token, spec.hidden_size, spec.moe.intermediate_size
-    found = product_scratches(
-        weights, k, spec.moe.num_experts, tokens, H200, dtype=torch.bfloat16, batch_invariant=False
-    )
+    found = product_scratches(weights, k, spec.moe.num_experts, tokens, H200, dtype=torch.bfloat16, options=Options())
     most = max(workspace.size_of(scratch).nbytes for scratch in found)
     held = 2 * tokens * k * (inner + hidden)
     assert held < most < 1.01 * held
@@ -212,7 +210,7 @@ def test_a_weight_of_one_group_is_multiplied_as_one_of_several():
     layout = parse_weight_layout("e4m3/128x128/e8m0")
     codes = torch.empty(1, 1024, 4096, dtype=torch.uint8, device="meta")
     weight = PackedWeight(codes, torch.empty(1, 8, 32, dtype=torch.uint8, device="meta"), layout.name)
-    found = list(product_scratches({"o_a": weight}, 6, 256, 64, H200, dtype=torch.bfloat16, batch_invariant=False))
+    found = list(product_scratches({"o_a": weight}, 6, 256, 64, H200, dtype=torch.bfloat16, options=Options()))
     facts = dict(codes=layout.codes, scale=layout.scale, block=layout.block)
     by_ends, whole = (
         [linears.choose(Problem(rows, 1, 1024, 4096, torch.bfloat16, ends, **facts), H200).plan.scratch

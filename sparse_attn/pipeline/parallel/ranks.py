@@ -8,6 +8,7 @@ tensors of the same shapes and get to the same collectives in the same order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -139,9 +140,8 @@ def top_k_over_ranks(
         return [top_k_per_row(part.logits, k, part.starts, part.ends, impl=impl) for part in parts]
     if not parts:
         return []
-    if sends_candidates(sum(part.logits.shape[0] for part in parts), k, ranks.size):
-        return top_k_by_candidates(parts, k, ranks, block_size=block_size, impl=impl)
-    return top_k_by_digits(parts, k, ranks, block_size=block_size, impl=impl)
+    few = sends_candidates(sum(part.logits.shape[0] for part in parts), k, ranks.size)
+    return (top_k_by_candidates if few else top_k_by_digits)(parts, k, ranks, block_size=block_size, impl=impl)
 
 
 def top_k_by_candidates(
@@ -235,22 +235,23 @@ def merge_over_ranks(
 
     Of one rank ``local`` is returned as it is where there is no sink.
     """
+    merge = partial(merge_attn_states, impl=impl)
     if ranks.size == 1 or ranks.group is None:
         if sink is None:
             return local
-        return merge_attn_states(local.out.unsqueeze(0), local.lse.unsqueeze(0), sink=sink, impl=impl)
+        return merge(local.out.unsqueeze(0), local.lse.unsqueeze(0), sink=sink)
     (tokens, heads), size, group = local.lse.shape, ranks.size, ranks.group
     lses = torch.unflatten(all_gather(local.lse.contiguous(), size, group), 0, (size, tokens))
     if not _by_heads(tokens, heads, size):
         outs = torch.unflatten(all_gather(local.out.contiguous(), size, group), 0, (size, tokens))
-        return merge_attn_states(outs, lses, sink=sink, impl=impl)
+        return merge(outs, lses, sink=sink)
     own = heads // size
     first = ranks.rank * own
     outs = all_to_all(torch.unflatten(local.out, 1, (size, own)).transpose(0, 1), size, group)
     own_sink = None if sink is None else sink[first : first + own]
-    merged = merge_attn_states(outs, lses[..., first : first + own], sink=own_sink, impl=impl)
+    merged = merge(outs, lses[..., first : first + own], sink=own_sink)
     whole = torch.unflatten(all_gather(merged.out, size, group), 0, (size, tokens))
-    lse = merge_attn_states(lses.unsqueeze(-1), lses, impl=impl).lse
+    lse = merge(lses.unsqueeze(-1), lses).lse
     return AttentionOutput(whole.transpose(0, 1).flatten(1, 2), lse)
 
 
