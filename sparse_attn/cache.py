@@ -20,6 +20,7 @@ from sparse_attn.layout import (
 )
 from sparse_attn.mxfp4 import GROUP
 
+SLOT_DTYPES = (torch.int64, torch.int32)
 PIECE = 256  # bytes, of which caches that lie side by side begin at multiples
 
 
@@ -58,6 +59,30 @@ def check_cache(name: str, cache: torch.Tensor, layout: Layout, *, padded_rows: 
         raise ValueError(
             f"{name}: got storage offset {cache.storage_offset()}, allowed: a multiple of {word}, as its words are long"
         )
+
+
+def check_slot_mapping(slot_mapping: torch.Tensor, name: str, values: torch.Tensor) -> None:
+    """TypeError or ValueError unless ``slot_mapping`` has slots of no more tokens than ``values``, which ``name``
+    names."""
+    checks.check_dtype("slot_mapping", slot_mapping, SLOT_DTYPES)
+    checks.check_rank("slot_mapping", slot_mapping, 1)
+    slots, tokens = slot_mapping.shape[0], values.shape[0]
+    if slots > tokens:
+        raise ValueError(f"slot_mapping: got {slots} slots, allowed: at most the {tokens} tokens of {name}")
+
+
+def check_gathering(
+    cache: torch.Tensor, block_table: torch.Tensor, kv_indptr: torch.Tensor, capacity: int, layout: Layout
+) -> None:
+    """TypeError or ValueError unless rows of requests can be gathered from ``cache``."""
+    check_cache("cache", cache, layout, padded_rows=True)
+    checks.check_dtype("block_table", block_table, (torch.int32,))
+    checks.check_rank("block_table", block_table, 2)
+    checks.check_unit_stride("block_table", block_table)
+    checks.check_dtype("kv_indptr", kv_indptr, (torch.int32,))
+    checks.check_bounds("kv_indptr", kv_indptr, block_table.shape[0], "[requests + 1]")
+    checks.check_unit_stride("kv_indptr", kv_indptr)
+    checks.check_at_least("capacity", capacity, 0)
 
 
 def check_mxfp4_keys(q: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor) -> None:

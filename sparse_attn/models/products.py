@@ -25,7 +25,7 @@ def by_groups(grouped: torch.Tensor, weight: Weight, options: Options) -> torch.
 
 
 def by_ends(rows: torch.Tensor, ends: torch.Tensor, weight: Weight, options: Options) -> torch.Tensor:
-    """ops.layers.linears.grouped_linear, as ``product`` of each group."""
+    """ops.layers.products.grouped_linear, as ``product`` of each group."""
     return grouped_linear(
         rows,
         ends,

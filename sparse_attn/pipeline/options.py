@@ -6,14 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sparse_attn.framework import checks
-from sparse_attn.ops.layers.linears import ACTIVATIONS
+from sparse_attn.ops.layers.products import ACTIVATIONS
 from sparse_attn.ops.topk.fused import LOGITS_BYTES
 
 
 @dataclass(frozen=True)
 class Options:
     """impl: as every operator takes it, which checks it. logits_bytes: bound on the index scores held at a time.
-    batch_invariant: of attention (pipeline.attend) and of every product (ops.layers.linears). activations: what a
+    batch_invariant: of attention (pipeline.attend) and of every product (ops.layers.products). activations: what a
     product makes of the rows it multiplies by packed weights, "exact" or "fp8"; of a Model, its prefill_activations,
     for steps with prefill rows (models.step).
     """

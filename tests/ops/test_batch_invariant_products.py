@@ -13,12 +13,9 @@ from sparse_attn.framework.target import TARGETS
 from sparse_attn.models.moe import moe
 from sparse_attn.models.norms import linear_fp32
 from sparse_attn.models.params import random_params
-from sparse_attn.ops.layers.products import dispatch as experts
-from sparse_attn.ops.layers.products import packed_experts
-from sparse_attn.ops.layers.products.plan import Problem as Routed
-from sparse_attn.ops.layers.products import dispatch, grouped_linear, linear
-from sparse_attn.ops.layers.products.fp8 import config as fp8
-from sparse_attn.ops.layers.products.plan import Problem
+from sparse_attn.ops.layers.products import dispatch, grouped_linear, linear, packed_experts
+from sparse_attn.ops.layers.products.portable import config as portable
+from sparse_attn.ops.layers.products.problem import ExpertsProblem, Problem
 from sparse_attn.ops.layers.products.swap_ab import config
 from sparse_attn.pipeline.options import Options
 from sparse_attn.spec import preset

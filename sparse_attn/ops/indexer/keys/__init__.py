@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from sparse_attn.cache import check_cache
+from sparse_attn.cache import check_cache, check_gathering, check_slot_mapping
 from sparse_attn.framework import checks
 from sparse_attn.framework.registration import define_op
 from sparse_attn.layout import IndexFp8Layout, IndexLayout, IndexMxfp4Layout, PlainLayout
@@ -16,8 +16,7 @@ from sparse_attn.ops.indexer.keys import fake, reference
 from sparse_attn.types import IndexKeys
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-SLOT_DTYPES = (torch.int64, torch.int32)
-_WRITES, _GATHERS = checks.Guard(), checks.Guard()
+_WRITE, _GATHER = checks.Guard(), checks.Guard()
 
 
 def _launchers():
@@ -31,7 +30,7 @@ _indexer_k_quant_and_cache = define_op(
     "(Tensor k, Tensor(a!) cache, Tensor slot_mapping, str layout, str impl) -> ()",
     fake=fake.indexer_k_quant_and_cache,
     reference=reference.indexer_k_quant_and_cache,
-    rules=reference.write_rules,
+    rules=reference.rules_of_indexer_k_quant_and_cache,
     launch=lambda: _launchers().indexer_k_quant_and_cache,
 )
 _gather_indexer_k = define_op(
@@ -40,7 +39,7 @@ _gather_indexer_k = define_op(
     " -> (Tensor keys, Tensor scales)",
     fake=fake.gather_indexer_k,
     reference=reference.gather_indexer_k,
-    rules=reference.gather_rules,
+    rules=reference.rules_of_gather_indexer_k,
     launch=lambda: _launchers().gather_indexer_k,
 )
 
@@ -65,20 +64,15 @@ def indexer_k_quant_and_cache(
     and infinities become the flavour's NaN and change no other value. Such a key is never selected. MXFP4: scale =
     2^ceil(log2(max(amax, 6 * 2^-126) / 6)) over 32 values, which NaN or an infinity among them makes NaN in full.
     """
-    if new := _WRITES.new(k, cache, slot_mapping, layout):
+    if new := _WRITE.new(k, cache, slot_mapping, layout):
         checks.check_dtype("k", k, FLOATS)
         _check_layout(layout)
         checks.check_shape("k", k, (None, layout.dim), "[tokens, layout.dim]")
         checks.check_unit_stride("k", k)
         check_cache("cache", cache, layout, padded_rows=True)
-        checks.check_dtype("slot_mapping", slot_mapping, SLOT_DTYPES)
-        checks.check_rank("slot_mapping", slot_mapping, 1)
-        if slot_mapping.shape[0] > k.shape[0]:
-            raise ValueError(
-                f"slot_mapping: got {slot_mapping.shape[0]} slots, allowed: at most the {k.shape[0]} tokens of k"
-            )
+        check_slot_mapping(slot_mapping, "k", k)
         checks.check_same_device(k=k, cache=cache, slot_mapping=slot_mapping)
-        _WRITES.passed(new)
+        _WRITE.passed(new)
     _indexer_k_quant_and_cache(k, cache, slot_mapping, layout.name, impl)
 
 
@@ -100,18 +94,11 @@ def gather_indexer_k(
     Returns IndexKeys(keys [capacity, dim] uint8 codes or the layout's dtype, scales fp32 [capacity], None for a
     PlainLayout). MXFP4: keys uint8 [capacity, dim / 2], scales ue8m0 bytes [capacity, dim / 32].
     """
-    if new := _GATHERS.new(cache, block_table, kv_indptr, capacity, layout):
+    if new := _GATHER.new(cache, block_table, kv_indptr, capacity, layout):
         _check_layout(layout)
-        check_cache("cache", cache, layout, padded_rows=True)
-        checks.check_dtype("block_table", block_table, (torch.int32,))
-        checks.check_rank("block_table", block_table, 2)
-        checks.check_unit_stride("block_table", block_table)
-        checks.check_dtype("kv_indptr", kv_indptr, (torch.int32,))
-        checks.check_bounds("kv_indptr", kv_indptr, block_table.shape[0], "[requests + 1]")
-        checks.check_unit_stride("kv_indptr", kv_indptr)
-        checks.check_at_least("capacity", capacity, 0)
+        check_gathering(cache, block_table, kv_indptr, capacity, layout)
         checks.check_same_device(cache=cache, block_table=block_table, kv_indptr=kv_indptr)
-        _GATHERS.passed(new)
+        _GATHER.passed(new)
     keys, scales = _gather_indexer_k(cache, block_table, kv_indptr, capacity, layout.name, impl)
     return IndexKeys(keys, None if isinstance(layout, PlainLayout) else scales)
 

@@ -1,4 +1,4 @@
-"""The oracle: the layout's own encode and decode at the valid slots; and what debug mode asks of values."""
+"""The oracle: the layout's own encode and decode at the valid slots."""
 
 from __future__ import annotations
 
@@ -17,10 +17,6 @@ def indexer_k_quant_and_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping
     parse_layout(layout).encode(cache, slot_mapping[written], k[: slot_mapping.shape[0]][written])
 
 
-def write_rules(cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    debug.slots("slot_mapping", slot_mapping, cache)
-
-
 def gather_indexer_k(
     cache: torch.Tensor, block_table: torch.Tensor, kv_indptr: torch.Tensor, capacity: int, layout: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,10 +28,6 @@ def gather_indexer_k(
     else:
         keys[known] = kind.decode(cache, slots[known]).to(cache.dtype)
     return keys, scales
-
-
-def gather_rules(cache: torch.Tensor, block_table: torch.Tensor, kv_indptr: torch.Tensor, capacity: int) -> None:
-    debug.gathered(cache, block_table, kv_indptr, None, capacity)
 
 
 def gathered_slots(
@@ -66,3 +58,16 @@ def gathered_slots(
     block = block_table[request, column.clamp(0, max_blocks - 1)].long()
     known = known & (block >= 0) & (block < num_blocks)
     return block * block_size + position % block_size, known
+
+
+# --- what debug mode asks of values
+
+
+def rules_of_indexer_k_quant_and_cache(cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    debug.slots("slot_mapping", slot_mapping, cache)
+
+
+def rules_of_gather_indexer_k(
+    cache: torch.Tensor, block_table: torch.Tensor, kv_indptr: torch.Tensor, capacity: int
+) -> None:
+    debug.gathered(cache, block_table, kv_indptr, None, capacity)

@@ -30,7 +30,7 @@ _indexer_q_rope_quant = define_op(
     "float weight_scale, str layout, str impl) -> (Tensor, Tensor)",
     fake=fake.indexer_q_rope_quant,
     reference=reference.indexer_q_rope_quant,
-    rules=reference.rules,
+    rules=reference.rules_of_indexer_q_rope_quant,
     launch=lambda: _launchers().indexer_q_rope_quant,
 )
 

@@ -1,4 +1,4 @@
-"""The oracle: rotate, round, transform, round, quantise, fold; and what debug mode asks of its values."""
+"""The oracle: rotate, round, transform, round, quantise, fold."""
 
 from __future__ import annotations
 
@@ -42,10 +42,6 @@ def indexer_q_rope_quant(
     return query.contiguous(), torch.where(live, folded, 0.0).contiguous()
 
 
-def rules(positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    debug.places("positions", positions, cos_sin.shape[0], "rows of cos_sin")
-
-
 def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
     """Orthonormal Hadamard transform of the last dimension (a power of two), in fp32, cast back. Its own inverse."""
     checks.check_dtype("x", x, FLOATS)
@@ -59,3 +55,10 @@ def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
         values = torch.stack([a + b, a - b], dim=-2).flatten(-3)
         half *= 2
     return (values * dim**-0.5).to(x.dtype)
+
+
+# --- what debug mode asks of values
+
+
+def rules_of_indexer_q_rope_quant(positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    debug.places("positions", positions, cos_sin.shape[0], "rows of cos_sin")

@@ -16,7 +16,7 @@ from sparse_attn.cache import check_cache, check_heads_together, check_mxfp4_key
 from sparse_attn.fp8 import FP8_DTYPE
 from sparse_attn.framework import checks
 from sparse_attn.framework.registration import define_op
-from sparse_attn.layout import IndexFp8Layout, IndexLayout, IndexMxfp4Layout, PlainLayout, query_row
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout, query_row
 from sparse_attn.mxfp4 import MXFP4
 from sparse_attn.ops.indexer.scores import dispatch, fake, reference
 
@@ -37,7 +37,7 @@ _mqa_logits = define_op(
     " -> Tensor",
     fake=fake.mqa_logits,
     reference=reference.mqa_logits,
-    rules=reference.rules,
+    rules=reference.rules_of_mqa_logits,
     launch=lambda: _launchers().mqa_logits,
     kernels=dispatch.PREFILL_KERNELS,
 )
@@ -47,7 +47,7 @@ _paged_mqa_logits = define_op(
     "str layout, str impl) -> Tensor",
     fake=fake.paged_mqa_logits,
     reference=reference.paged_mqa_logits,
-    rules=reference.paged_rules,
+    rules=reference.rules_of_paged_mqa_logits,
     launch=lambda: _launchers().paged_mqa_logits,
     kernels=dispatch.PAGED_KERNELS,
 )
@@ -71,7 +71,7 @@ def fp8_mqa_logits(
     [kv_start[m], kv_end[m]) clamped to [0, keys]. Returns fp32 [rows, keys].
     """
     checks.check_choice("flavour", flavour, tuple(FP8_DTYPE))
-    return _score_rows(flavour, impl, q, k, k_scale, weights, kv_start, kv_end)
+    return _score_rows(q, k, k_scale, weights, kv_start, kv_end, flavour, impl)
 
 
 def bf16_mqa_logits(
@@ -84,7 +84,7 @@ def bf16_mqa_logits(
     impl: str = "auto",
 ) -> torch.Tensor:
     """As fp8_mqa_logits over unquantised keys: q and k of one dtype, bf16, fp16 or fp32, and no k_scale."""
-    return _score_rows("none", impl, q, k, None, weights, kv_start, kv_end)
+    return _score_rows(q, k, None, weights, kv_start, kv_end, "none", impl)
 
 
 def mxfp4_mqa_logits(
@@ -103,7 +103,7 @@ def mxfp4_mqa_logits(
     indexer_q_rope_quant gives them. k: uint8 [keys, dim / 2] and k_scale: ue8m0 bytes [keys, dim / 32], as
     gather_indexer_k does. dim: a multiple of 32. The scores are those of the decoded values.
     """
-    return _score_rows(MXFP4, impl, q, k, k_scale, weights, kv_start, kv_end)
+    return _score_rows(q, k, k_scale, weights, kv_start, kv_end, MXFP4, impl)
 
 
 def fp8_paged_mqa_logits(
@@ -127,7 +127,7 @@ def fp8_paged_mqa_logits(
     """
     if not isinstance(layout, IndexFp8Layout):
         raise ValueError(f"layout: got {layout!r}, allowed: an IndexFp8Layout")
-    return _score_paged(layout, impl, q, cache, weights, context_lens, block_table, max_context_len)
+    return _score_paged(q, cache, weights, context_lens, block_table, max_context_len, layout, impl)
 
 
 def bf16_paged_mqa_logits(
@@ -144,7 +144,7 @@ def bf16_paged_mqa_logits(
     """As fp8_paged_mqa_logits over an unquantised cache: q has the layout's dtype."""
     if not isinstance(layout, PlainLayout):
         raise ValueError(f"layout: got {layout!r}, allowed: a PlainLayout")
-    return _score_paged(layout, impl, q, cache, weights, context_lens, block_table, max_context_len)
+    return _score_paged(q, cache, weights, context_lens, block_table, max_context_len, layout, impl)
 
 
 def mxfp4_paged_mqa_logits(
@@ -162,22 +162,23 @@ def mxfp4_paged_mqa_logits(
     side by side, as indexer_q_rope_quant gives it."""
     if not isinstance(layout, IndexMxfp4Layout):
         raise ValueError(f"layout: got {layout!r}, allowed: an IndexMxfp4Layout")
-    return _score_paged(layout, impl, q, cache, weights, context_lens, block_table, max_context_len)
+    return _score_paged(q, cache, weights, context_lens, block_table, max_context_len, layout, impl)
 
 
-def _score_rows(flavour: str, impl: str, *inputs: Any) -> torch.Tensor:
-    """inputs: of the operator, up to its flavour."""
-    if new := _ROWS.new(flavour, *inputs):
-        _check_rows(flavour, *inputs)
+def _score_rows(*arguments: Any) -> torch.Tensor:
+    """The operator, of arguments that are not checked yet."""
+    *inputs, impl = arguments
+    if new := _ROWS.new(*inputs):
+        _check_rows(*inputs)
         _ROWS.passed(new)
-    q, k, *others = inputs
+    q, k, *others, flavour = inputs
     if flavour in FP8_DTYPE:
         q, k = q.view(torch.uint8), k.view(torch.uint8)
     return _mqa_logits(q, k, *others, flavour, impl)
 
 
-def _check_rows(flavour: str, *inputs: Any) -> None:
-    q, k, k_scale, weights, kv_start, kv_end = inputs
+def _check_rows(*inputs: Any) -> None:
+    q, k, k_scale, weights, kv_start, kv_end, flavour = inputs
     if flavour == MXFP4:
         check_mxfp4_keys(q, k, k_scale)
     elif flavour == "none":
@@ -206,19 +207,20 @@ def _check_rows(flavour: str, *inputs: Any) -> None:
     checks.check_same_device(q=q, k=k, k_scale=k_scale, weights=weights, kv_start=kv_start, kv_end=kv_end)
 
 
-def _score_paged(layout: IndexLayout, impl: str, *inputs: Any) -> torch.Tensor:
-    """inputs: of the operator, up to its layout."""
-    if new := _PAGED.new(layout, *inputs):
-        _check_paged(layout, *inputs)
+def _score_paged(*arguments: Any) -> torch.Tensor:
+    """As _score_rows; the layout is not its name yet."""
+    *inputs, impl = arguments
+    if new := _PAGED.new(*inputs):
+        _check_paged(*inputs)
         _PAGED.passed(new)
-    q, *others = inputs
+    q, *others, layout = inputs
     if isinstance(layout, IndexFp8Layout):
         q = q.view(torch.uint8)
     return _paged_mqa_logits(q, *others, layout.name, impl)
 
 
-def _check_paged(layout: IndexLayout, *inputs: Any) -> None:
-    q, cache, weights, context_lens, block_table, max_context_len = inputs
+def _check_paged(*inputs: Any) -> None:
+    q, cache, weights, context_lens, block_table, max_context_len, layout = inputs
     fp8 = isinstance(layout, IndexFp8Layout)
     checks.check_dtype("q", q, (torch.uint8, FP8_DTYPE[layout.flavour]) if fp8 else (layout.dtype,))
     checks.check_shape("q", q, (None, None, None, query_row(layout)), "[requests, next_n, heads, dim]")

@@ -1,4 +1,4 @@
-"""The oracle: decode, multiply, relu, weigh, sum, mask; and what debug mode asks of values."""
+"""The oracle: decode, multiply, relu, weigh, sum, mask."""
 
 from __future__ import annotations
 
@@ -30,10 +30,6 @@ def mqa_logits(
     inside = (position >= kv_start.unsqueeze(1)) & (position < kv_end.unsqueeze(1))
     scale = torch.ones(k.shape[0], dtype=torch.float32, device=k.device) if k_scale is None else k_scale
     return _scores(q.float(), k.float(), scale, weights, inside)
-
-
-def rules(k: torch.Tensor, kv_start: torch.Tensor, kv_end: torch.Tensor) -> None:
-    debug.ranges("kv_start", kv_start, "kv_end", kv_end, k.shape[0], "keys")
 
 
 def paged_mqa_logits(
@@ -74,12 +70,6 @@ def paged_mqa_logits(
     return logits.flatten(0, 1)
 
 
-def paged_rules(
-    cache: torch.Tensor, context_lens: torch.Tensor, block_table: torch.Tensor, max_context_len: int
-) -> None:
-    debug.paged(cache, context_lens, block_table, max_context_len)
-
-
 def _decode_query(q: torch.Tensor, layout: IndexMxfp4Layout) -> torch.Tensor:
     """fp32 [rows, heads, dim] of MXFP4 queries [rows, heads, layout.row], a block of the layout each."""
     rows, heads, _ = q.shape
@@ -98,3 +88,16 @@ def _scores(
         weighed = torch.einsum("mhn,mh->mn", products, weights[some]) * k_scale
         logits[some] = torch.where(inside[some], weighed, -torch.inf)
     return logits
+
+
+# --- what debug mode asks of values
+
+
+def rules_of_mqa_logits(k: torch.Tensor, kv_start: torch.Tensor, kv_end: torch.Tensor) -> None:
+    debug.ranges("kv_start", kv_start, "kv_end", kv_end, k.shape[0], "keys")
+
+
+def rules_of_paged_mqa_logits(
+    cache: torch.Tensor, context_lens: torch.Tensor, block_table: torch.Tensor, max_context_len: int
+) -> None:
+    debug.paged(cache, context_lens, block_table, max_context_len)

@@ -115,9 +115,10 @@ class Bound(NamedTuple):
 class Plan:
     """What a launcher or a fused operator asks of every plan.
 
-    search: by digits counted in shared memory, or by thresholds. smem_words: shared memory behind the histogram. reads_group_maxima: whether the kernel that computes scores also
-    stores group maxima, in the plan's scratch. starts_early: whether CTAs should start before their scores are there
-    (programmatic dependent launch); None: only where the scores will be there soon.
+    search: by digits counted in shared memory, or by thresholds. smem_words: shared memory behind the histogram.
+    reads_group_maxima: whether the kernel that computes scores also stores group maxima, in the plan's scratch.
+    starts_early: whether CTAs should start before their scores are there (programmatic dependent launch); None: only
+    where the scores will be there soon.
     """
 
     num_warps: int
