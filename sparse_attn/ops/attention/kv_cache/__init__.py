@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from sparse_attn.cache import check_cache
+from sparse_attn.cache import check_cache, check_gathering, check_slot_mapping
 from sparse_attn.framework import checks
 from sparse_attn.framework.registration import define_op
 from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.attention.kv_cache import fake, reference
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-SLOT_DTYPES = (torch.int64, torch.int32)
 _WRITE, _GATHER = checks.Guard(), checks.Guard()
 
 
@@ -76,11 +75,7 @@ def write_kv_cache(
         checks.check_shape("rope", rope, (latent.shape[0], layout.rope), "[tokens, layout.rope]")
         checks.check_unit_stride("rope", rope)
         check_cache("cache", cache, layout, padded_rows=True)
-        checks.check_dtype("slot_mapping", slot_mapping, SLOT_DTYPES)
-        checks.check_rank("slot_mapping", slot_mapping, 1)
-        if slot_mapping.shape[0] > latent.shape[0]:
-            most = f"at most the {latent.shape[0]} tokens of latent"
-            raise ValueError(f"slot_mapping: got {slot_mapping.shape[0]} slots, allowed: {most}")
+        check_slot_mapping(slot_mapping, "latent", latent)
         checks.check_same_device(latent=latent, rope=rope, cache=cache, slot_mapping=slot_mapping)
         _WRITE.passed(new)
     _write_kv_cache(latent, rope, cache, slot_mapping, layout.name, impl)
@@ -109,18 +104,11 @@ def gather_kv_cache(
     """
     if new := _GATHER.new(cache, block_table, kv_indptr, capacity, layout, starts, dtype):
         _check_layout(layout)
-        check_cache("cache", cache, layout, padded_rows=True)
-        checks.check_dtype("block_table", block_table, (torch.int32,))
-        checks.check_rank("block_table", block_table, 2)
-        checks.check_unit_stride("block_table", block_table)
-        checks.check_dtype("kv_indptr", kv_indptr, (torch.int32,))
-        checks.check_bounds("kv_indptr", kv_indptr, block_table.shape[0], "[requests + 1]")
-        checks.check_unit_stride("kv_indptr", kv_indptr)
+        check_gathering(cache, block_table, kv_indptr, capacity, layout)
         if starts is not None:
             checks.check_dtype("starts", starts, (torch.int32,))
             checks.check_shape("starts", starts, (block_table.shape[0],), "[requests]")
             checks.check_unit_stride("starts", starts)
-        checks.check_at_least("capacity", capacity, 0)
         checks.check_choice("dtype", dtype, FLOATS)
         checks.check_same_device(cache=cache, block_table=block_table, kv_indptr=kv_indptr, starts=starts)
         _GATHER.passed(new)
