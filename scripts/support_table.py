@@ -116,7 +116,7 @@ def _asked(calls: list[Call], cases: dict[str, slow_paths.Case]) -> Iterator[Que
 def _question(call: Call, change: slow_paths.Change | None = None, **sizes: object) -> Question:
     op, args, kwargs = call.arguments(change, **sizes)
     name, (*arguments, _) = explanation.reach(op, *args, **kwargs)
-    return explanation.QUESTIONS[name](*arguments)
+    return explanation.ask(name, arguments)
 
 
 TABLES = {

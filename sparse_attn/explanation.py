@@ -19,8 +19,9 @@ from sparse_attn import roofline
 from sparse_attn.device.rows import is_aligned
 from sparse_attn.framework import dispatch
 from sparse_attn.framework.dispatch import Choice, Kernel
+from sparse_attn.framework.registration import OPERATORS, taking
 from sparse_attn.framework.target import H200, TARGETS, Target, resolve_impl, target_of
-from sparse_attn.framework.torch_private import EagerDispatchMode, OpOverload
+from sparse_attn.framework.torch_private import EagerDispatchMode, OpOverload, schema
 from sparse_attn.ops.attention.sparse import dispatch as attention
 from sparse_attn.ops.attention.sparse import sparse_attn_decode, sparse_attn_prefill
 from sparse_attn.ops.indexer.scores import (
@@ -128,7 +129,7 @@ def explain(op: str, *args: object, target: Target | str | None = None, **kwargs
             raise ValueError(f"target: got {target!r}, allowed: {', '.join(TARGETS)}")
         target = TARGETS[target]
     name, (*arguments, impl) = reach(op, *args, **kwargs)
-    question = QUESTIONS[name](*arguments)
+    question = ask(name, arguments)
     device = next(value.device for value in arguments if isinstance(value, torch.Tensor))
     runs_on = device if target is None and device.type != "meta" else torch.device("cuda")
     impl = resolve_impl(impl, runs_on, [kernel.name for kernel in question.kernels])
@@ -140,7 +141,7 @@ def kernels_on(target: Target, op: str, *args: object, **kwargs: object) -> tupl
     """The operator that a public function calls, and of its kernels those that ``target`` has. args, kwargs: of any
     call."""
     name, (*arguments, _) = reach(op, *args, **kwargs)
-    question = QUESTIONS[name](*arguments)
+    question = ask(name, arguments)
     return name, dispatch.on_target(question.kernels, question.problem, target)
 
 
@@ -207,24 +208,27 @@ def _answer(op: str, question: Question, impl: str, gpu: roofline.Gpu | None, ta
     )  # fmt: skip
 
 
-# --- what each operator asks, of its own arguments
+def ask(name: str, arguments: Sequence[object]) -> Question:
+    """What operator ``name`` chooses between for its arguments, ``impl`` left out."""
+    names = [argument.name for argument in schema(OPERATORS[name].overload).arguments]
+    return taking(QUESTIONS[name], names[:-1])(*arguments)
 
 
-def _sparse_attn_prefill(q, kv, indices, indptr, scale, d_v, sink, batch_invariant) -> Question:
-    problem = attention.prefill_problem(q, kv, indices, indptr, scale, d_v, sink, batch_invariant)
+# --- what each operator asks, of those of its arguments that it names
+
+
+def _sparse_attn_prefill(q, kv, indices, indptr, scale, d_v, batch_invariant) -> Question:
+    problem = attention.prefill_problem(q, kv, indices, indptr, scale, d_v, batch_invariant)
     read = _bytes_named(indices, kv.shape[0], kv.shape[1] * kv.element_size())
     work = roofline.attention(q.shape, d_v, indices.numel(), read, q.element_size())
     return Question(attention.KERNELS, attention.choose, problem if q.numel() else None, work)
 
 
 def _sparse_attn_decode(
-    q, cache, indices, indptr, scale, layout, extra_cache, extra_indices, extra_indptr, extra_layout, sink,
-    batch_invariant,
-) -> Question:  # fmt: skip
-    problem = attention.decode_problem(
-        q, cache, indices, indptr, scale, layout, extra_cache, extra_indices, extra_indptr, extra_layout, sink,
-        batch_invariant,
-    )  # fmt: skip
+    q, cache, indices, indptr, scale, layout, extra_cache, extra_indices, extra_indptr, extra_layout, batch_invariant
+) -> Question:
+    caches = cache, indices, indptr, layout, extra_cache, extra_indices, extra_indptr, extra_layout
+    problem = attention.decode_problem(q, scale, batch_invariant, *caches)
     pairs = read = 0
     for some, named in ((cache, indices), (extra_cache, extra_indices)):
         if some is not None:
@@ -334,7 +338,7 @@ def _scored_and_selected(
     )
 
 
-def _grouped_linear(rows, ends, codes, scales, layout, batch_invariant, fp8: bool = False) -> Question:
+def _grouped_linear(rows, ends, codes, scales, layout, batch_invariant, *, fp8: bool = False) -> Question:
     problem = problem_of(rows, ends, as_weight(codes, scales, layout), batch_invariant)
     n, groups, outputs, columns = problem[:4]
     read = (codes.nbytes + (0 if scales is None else scales.nbytes)) // groups * min(n, groups)
@@ -348,8 +352,8 @@ def _grouped_linear(rows, ends, codes, scales, layout, batch_invariant, fp8: boo
 
 
 def _packed_experts(
-    x, weights, ids, gate_up, gate_up_scales, gate_up_layout, down, down_scales, down_layout, clamp, num_experts,
-    activations, batch_invariant,
+    x, ids, gate_up, gate_up_scales, gate_up_layout, down, down_scales, down_layout, num_experts, activations,
+    batch_invariant,
 ) -> Question:  # fmt: skip
     first, second = PackedWeight(gate_up, gate_up_scales, gate_up_layout), PackedWeight(down, down_scales, down_layout)
     problem = experts_problem(x, ids, first, second, num_experts, activations, batch_invariant)

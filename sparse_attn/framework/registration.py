@@ -55,7 +55,7 @@ def define_op(
     tensors = tuple(place for place, argument in enumerate(arguments) if "Tensor" in str(argument.type))
     launch = functools.cache(launch)  # every eager call asks
     named = tuple(kernel.name for kernel in kernels)
-    referred, ruled = (_taking(function, names[:-1]) for function in (reference, rules))
+    referred, ruled = (taking(function, names[:-1]) for function in (reference, rules))
     given = dict(reference=referred, rules=ruled, launch=launch, kernels=named)
     real = _implementation(name, names, tensors, end=(overload, qualified), **given)
     scalars = [
@@ -71,7 +71,7 @@ def define_op(
         return gradients.call(overload, qualified, args) if gradients.wanted(args, tensors) else overload(*args)
 
     torch.library.impl(qualified, ("cpu", "cuda"))(real)
-    faked = _taking(fake, names[:-1])
+    faked = taking(fake, names[:-1])
     torch.library.register_fake(qualified)(lambda *args: faked(*args[:-1]))
     call.__name__, call.__module__ = name, fake.__module__.rpartition(".")[0]
     call.overload, call.kernels = overload, kernels
@@ -80,9 +80,12 @@ def define_op(
     return call
 
 
-def _taking(function: Callable, names: Sequence[str]) -> Callable:
+def taking(function: Callable, names: Sequence[str]) -> Callable:
     """``function``, which takes some of the arguments ``names`` by their names, as one that takes all of them."""
-    wanted = list(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters.values()
+    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        return function
+    wanted = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
     if unknown := set(wanted) - set(names):
         raise TypeError(f"{function.__module__}.{function.__name__}: takes {unknown}, allowed: {', '.join(names)}")
     if wanted == list(names):

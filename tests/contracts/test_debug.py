@@ -16,7 +16,7 @@ import torch
 from support.arguments import GOOD, ints, longs
 from support.extremes import INT_MAX, INT_MIN
 
-from sparse_attn.explanation import QUESTIONS
+from sparse_attn.explanation import QUESTIONS, ask
 from sparse_attn.framework import debug, dispatch, gradients, registration, torch_private
 from sparse_attn.framework.target import H200
 from sparse_attn.ops.attention.sparse import sparse_attn_prefill
@@ -290,7 +290,7 @@ def on_h200(debugging, monkeypatch):
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_launchers_tell_of_every_choice_they_make(name, on_h200):
     arguments = GOOD[name]()
-    question = QUESTIONS[name](*arguments.values())
+    question = ask(name, [*arguments.values()])
     parts = [part for part in (question, question.scores) if part is not None]
     reasons = [reason for part in parts for reason in part.choose(part.problem, H200).slow_path]
     assert bool(reasons) == (name not in ("top_k_per_row", "grouped_linear_fp8", "packed_experts"))

@@ -21,7 +21,7 @@ def explained(call, change=None, target="sm_90", **other):
 def warned(call, change=None, target="sm_90", **other):
     op, args, kwargs = call.arguments(change, **other)
     name, (*arguments, _) = explanation.reach(op, *args, **kwargs)
-    question = explanation.QUESTIONS[name](*arguments)
+    question = explanation.ask(name, arguments)
     return "; ".join(question.choose(question.problem, TARGETS[target]).slow_path)
 
 

@@ -55,7 +55,8 @@ class Decode(NamedTuple):
 
         q = self.q(meta(self.tokens, self.heads, self.layout.dim, dtype=self.dtype))
         more = () if self.extra is None else (*caches(self.extra), self.extra.name)
-        return dispatch.decode_problem(q, *caches(self.layout), self.scale, self.layout.name, *more)
+        more = more or (None, None, None, "")
+        return dispatch.decode_problem(q, self.scale, False, *caches(self.layout), self.layout.name, *more)
 
 
 class Prefill(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -72,7 +73,6 @@ def prefill_problem(
     indptr: torch.Tensor,
     scale: float,
     d_v: int,
-    sink: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Problem:
     """The problem that the arguments of the operator sparse_attn_prefill make, real or on meta."""
@@ -80,22 +80,9 @@ def prefill_problem(
     return problem_of(q, kv_rows(kv, d_v, indices, indptr), None, scale, rows)
 
 
-def decode_problem(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    indices: torch.Tensor,
-    indptr: torch.Tensor,
-    scale: float,
-    layout: str,
-    extra_cache: torch.Tensor | None = None,
-    extra_indices: torch.Tensor | None = None,
-    extra_indptr: torch.Tensor | None = None,
-    extra_layout: str = "",
-    sink: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-) -> Problem:
-    """The problem that the arguments of the operator sparse_attn_decode make, real or on meta."""
-    caches = cache, indices, indptr, layout, extra_cache, extra_indices, extra_indptr, extra_layout
+def decode_problem(q: torch.Tensor, scale: float, batch_invariant: bool, *caches: Any) -> Problem:
+    """The problem that the arguments of the operator sparse_attn_decode make, real or on meta. caches: what kv_caches
+    takes."""
     return problem_of(q, *kv_caches(*caches), scale, INVARIANT_DECODE_ROWS if batch_invariant else None)
 
 
