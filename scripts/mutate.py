@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Seed the bugs of mutations/ one at a time, each into a copy of the repository, and show that the tests catch them.
+"""Seed the bugs of mutations/*.diff, one at a time into a copy of the repository, and show that the tests catch them.
 
 A bug is caught where the tests it names pass without it and fail with it. Exits with 1 where one survives. By default
 those that need no GPU; --gpu: those of kernels for Hopper, on such a GPU.
@@ -21,16 +21,56 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 from gpu_gate import revision
-from mutations import MUTATIONS, ROOT, Mutation
 
+ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 600  # seconds a run of pytest may take
 VERDICT = re.compile(r"^(tests/\S+?::.*) (?:FAILED|ERROR) +\[ *\d+%\]$", re.MULTILINE)
 RUNNING = re.compile(r"^(tests/\S+?::.*?) *(?:(?:PASSED|FAILED|Fatal Python error).*)?$", re.MULTILINE)
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)  # what wild addresses end in
 # A test that fails because the mutated source is not Python or Triton shows nothing.
 BROKEN = re.compile(r"\b(NameError|UnboundLocalError|ImportError|ModuleNotFoundError|SyntaxError|IndentationError)\b")
+
+
+class Mutation(NamedTuple):
+    """what: the bug in words. old: a text that occurs once in ``file``. new: what stands there instead. tests: pytest
+    node ids, one of which must fail. on: "interpreter" where Triton's runs them, "gpu" where only a Hopper GPU does."""
+
+    name: str
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    on: str = ""
+
+    def applied(self, source: str) -> str:
+        """``source`` with the bug in it; ValueError unless ``old`` occurs exactly once."""
+        if (count := source.count(self.old)) != 1:
+            raise ValueError(f"mutation {self.name}: {self.old!r} occurs {count} times in {self.file}, allowed: once")
+        return source.replace(self.old, self.new)
+
+
+def mutations() -> list[Mutation]:
+    """The records of mutations/*.diff, an empty line between two."""
+    files = sorted((ROOT / "scripts/mutations").glob("*.diff"))
+    return [mutation(record) for path in files for record in path.read_text().rstrip("\n").split("\n\n")]
+
+
+def mutation(record: str) -> Mutation:
+    """Of a line ``name: what``, lines ``file ...``, ``test ...`` and ``on ...``, and those of ``old`` behind - and of
+    ``new`` behind +."""
+    head, *lines = record.split("\n")
+    name, _, what = head.partition(": ")
+    old, new = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
+    said = [line.split(" ", 1) for line in lines if line[0] not in "-+"]
+    if unknown := {word for word, _ in said} - {"file", "test", "on"}:
+        raise ValueError(f"mutation {name}: got {', '.join(unknown)}, allowed: file, test, on, - and +")
+    values = dict(said)
+    tests = tuple(value for word, value in said if word == "test")
+    return Mutation(name, what, values["file"], old, new, tests, values.get("on", ""))
 
 
 @dataclass
@@ -53,15 +93,16 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutations at a time")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report there, as JSON")
     options = parser.parse_args()
-    known = {mutation.name: mutation for mutation in MUTATIONS}
+    bugs = mutations()
+    known = {bug.name: bug for bug in bugs}
     if unknown := [name for name in options.names if name not in known]:
         parser.error(f"unknown: {', '.join(unknown)}; --list names what there is")
-    chosen = [known[name] for name in options.names] or [bug for bug in MUTATIONS if bug.gpu == options.gpu]
+    chosen = [known[name] for name in options.names] or [bug for bug in bugs if (bug.on == "gpu") == options.gpu]
     if options.list:
         for mutation in chosen:
             print(f"{mutation.name:<34} {mutation.file:<46} {mutation.what}")
         return 0
-    if any(mutation.gpu for mutation in chosen) and not hopper_here():
+    if any(mutation.on == "gpu" for mutation in chosen) and not hopper_here():
         parser.error("--gpu: got no Hopper GPU here, allowed: one, for bugs that only it shows")
     for mutation in chosen:
         mutation.applied((ROOT / mutation.file).read_text())
@@ -90,7 +131,8 @@ def hopper_here() -> bool:
 def baseline(chosen: list[Mutation]) -> None:
     """SystemExit unless every named test is there, runs and passes in the source as it is."""
     for interpreted in (False, True):
-        tests = {test: None for mutation in chosen if mutation.interpreted == interpreted for test in mutation.tests}
+        these = [mutation for mutation in chosen if (mutation.on == "interpreter") == interpreted]
+        tests = dict.fromkeys(test for mutation in these for test in mutation.tests)
         if not tests:
             continue
         with tempfile.TemporaryDirectory() as folder:
@@ -107,7 +149,7 @@ def run(mutation: Mutation) -> Outcome:
         copy(folder)
         path = folder / mutation.file
         path.write_text(mutation.applied(path.read_text()))
-        code, output = pytest(folder, mutation.tests, mutation.interpreted)
+        code, output = pytest(folder, mutation.tests, mutation.on == "interpreter")
     caught_by, how = verdict(code, output)
     return Outcome(mutation, caught_by, how, time.monotonic() - start)
 

@@ -63,30 +63,37 @@ def test_bench_row_fits_missing_numbers():
 
 
 def test_every_operator_has_a_mutation():
-    from mutations import MUTATIONS, ROOT
+    from mutate import mutations
 
-    packages = {path.parent.relative_to(ROOT) for path in ROOT.glob("sparse_attn/ops/*/*/op.py")}
-    assert packages and packages <= {folder for bug in MUTATIONS for folder in Path(bug.file).parents}
+    from sparse_attn.framework.registration import OPERATORS
+
+    mutated = {".".join(folder.parts) for bug in mutations() for folder in Path(bug.file).parents}
+    assert OPERATORS and {call.__module__ for call in OPERATORS.values()} <= mutated
 
 
 def test_mutations_fit_the_source():
-    from mutations import MUTATIONS, ROOT
+    from mutate import ROOT, mutations
 
-    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
-    for mutation in MUTATIONS:
-        source = (ROOT / mutation.file).read_text()
-        assert mutation.applied(source) != source
-        for test in mutation.tests:
+    assert len({bug.name for bug in mutations()}) == len(mutations())
+    for bug in mutations():
+        source = (ROOT / bug.file).read_text()
+        assert bug.applied(source) != source and bug.tests and bug.on in ("", "interpreter", "gpu")
+        for test in bug.tests:
             path, name = test.split("::")
             assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(), test
 
 
 @pytest.mark.parametrize("source", ["a = 2\n", "a = 1\na = 1\n"])
 def test_a_mutation_must_fit_once(source):
-    from mutations import Mutation
+    from mutate import mutation
 
-    with pytest.raises(ValueError, match=r"mutation bug: 'a = 1' occurs [02] times in f.py, allowed: once"):
-        Mutation("bug", "", "f.py", "a = 1", "a = 2", ()).applied(source)
+    bug = mutation("bug: what it is\nfile f.py\ntest t.py::t\non gpu\n-a = 1\n-\n+a = 2\n+b\n+")
+    assert bug == ("bug", "what it is", "f.py", "a = 1\n", "a = 2\nb\n", ("t.py::t",), "gpu")
+    assert bug.applied("x\na = 1\n") == "x\na = 2\nb\n"
+    with pytest.raises(ValueError, match=r"mutation bug: 'a = 1.n' occurs [02] times in f.py, allowed: once"):
+        bug.applied(source)
+    with pytest.raises(ValueError, match="got by, allowed: file, test, on, - and +"):
+        mutation("bug: what it is\nfile f.py\nby t.py::t")
 
 
 def test_only_a_test_that_failed_has_caught_a_mutation():
