@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from benchmarks.registry import HOST_TIMED  # noqa: E402
-from gate_parts import part, records_of  # noqa: E402
+from gpu_gate import part, records_of  # noqa: E402
 
 MOST = 1.01
 # What times a checkout: its own package and suites. A line in is a suite; a line out is what it came to.
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="OLD.json NEW.json")
     parser.add_argument("--run", type=Path, metavar="CHECKOUT", help="where the old commit is")
-    parser.add_argument("--part", metavar="suites:I/N", help="with --run: as scripts/gpu_gate.py parts them")
+    parser.add_argument("--part", type=part, metavar="suites:I/N", help="with --run: as scripts/gpu_gate.py parts them")
     parser.add_argument("--suite", action="append", metavar="NAME", help="with --run: this suite; default: all")
     parser.add_argument(
         "--rounds", type=int, default=2, metavar="N", help="with --run: runs of a suite; the best counts"
@@ -64,13 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
         return report(old, new)
     if not (options.run / "scripts/bench.py").is_file():
         parser.error(f"--run: got {options.run}, allowed: a checkout of this repository")
-    try:
-        wanted = part(options.part) if options.part else None
-    except ValueError as error:
-        parser.error(str(error))
     with Checkout(options.run, options.dry) as before, Checkout(HERE.parent, options.dry) as after:
         names = options.suite or [name for name in before.suites if name in after.suites]
-        names = wanted.take(names) if wanted else names
+        names = options.part.take(names) if options.part else names
         old, new, failed = take_turns(names, before.measure, after.measure, options.rounds)
     if options.out:
         options.out.write_text(json.dumps({"old": old, "new": new}, indent=1) + "\n")

@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 ROOT, RESULTS = HERE.parent, HERE / "results"
 sys.path[:0] = [str(HERE)]
 
-from gate_parts import records_of  # noqa: E402
+from gpu_gate import records_of  # noqa: E402
 
 GATE, READERS = RESULTS / "nvidia-h200.json", RESULTS / "readers-cpu.json"
 DOCUMENTS = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(RESULTS.glob("notes/*.md")))

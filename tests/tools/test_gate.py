@@ -42,22 +42,27 @@ def gate(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_gate, "about_this", lambda parser, commit: dict(fake.about))
     monkeypatch.setattr(gpu_gate, "path_of", lambda gpu: fake.path)
     monkeypatch.setattr(gpu_gate, "run_part", run_part)
+    monkeypatch.setattr(gpu_gate, "DURATIONS", tmp_path / "durations.json")
     fake.result = lambda: json.loads(fake.path.read_text())
     return fake
 
 
-@pytest.mark.parametrize("of", [1, 2, 3, 7])
-def test_parts_are_disjoint_and_hold_everything(of):
-    from benchmarks.registry import all_suites
-    from gate_parts import LONG, Part
+@pytest.mark.parametrize("known", [None, {}, {"test_topk.py": 30, "load": 20}])
+@pytest.mark.parametrize("of", [1, 2, 7])
+def test_parts_are_disjoint_and_hold_everything(monkeypatch, of, known):
+    import gpu_gate
+    from gpu_gate import Part
 
-    for kind, names in (("tests", TESTS), ("suites", set(all_suites()))):
+    if known is not None:
+        monkeypatch.setattr(gpu_gate, "durations", lambda: known)
+    for kind in gpu_gate.KINDS:
+        names = set(gpu_gate.names_of(kind))
         shares = [Part(kind, number, of).take(names) for number in range(1, of + 1)]
         assert sorted(sum(shares, [])) == sorted(names) and all(shares)
         assert shares == [Part(kind, number, of).take(sorted(names, reverse=True)) for number in range(1, of + 1)]
-        work = [sum(LONG.get(name, 1) for name in share) for share in shares]
-        assert max(work) - min(work) <= max(LONG[name] for name in names & LONG.keys())
-    assert LONG.keys() <= TESTS | set(all_suites())
+        taken = {name: gpu_gate.durations().get(name, 1) for name in names}
+        work = [sum(taken[name] for name in share) for share in shares]
+        assert max(work) - min(work) <= max(taken.values())
 
 
 @pytest.mark.parametrize("text", ["tests", "tests:0/2", "tests:3/2", "suites:1/0", "other:1/1", "tests:1/2 "])
@@ -168,23 +173,52 @@ def test_the_gates_tests_run_every_case(monkeypatch, tmp_path):
     assert found["reports"] == {"test_long": {"long": "1"}} and found["seconds_of"].keys() == {"test_it.py"}
 
 
-def test_tests_that_need_more_gpus_are_listed_and_not_run(gate, monkeypatch, tmp_path, capsys):
+def test_tests_that_need_more_gpus_are_listed_and_not_counted(gate, monkeypatch, tmp_path, capsys):
     import gpu_gate
+    from conftest import skip_where_gpus_are_few
 
-    there = torch.cuda.device_count()
-    (tmp_path / "test_it.py").write_text(
-        "import pytest\n\n@pytest.mark.gpus(0)\ndef test_none():\n    pass\n\n"
-        f"@pytest.mark.gpus({there + 1})\ndef test_more():\n    assert False\n"
+    marks = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for count in (1, 9):
+        marker = pytest.mark.gpus(count).mark
+        skip_where_gpus_are_few([SimpleNamespace(get_closest_marker=lambda name: marker, add_marker=marks.append)])
+    (mark,) = marks
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_it.py").write_text(
+        "import pytest\n\ndef test_none():\n    pass\n\n@pytest.mark.parametrize('a', ['b.c'])\n"
+        f"@pytest.mark.skip({mark.kwargs['reason']!r})\ndef test_more(a):\n    assert False\n"
     )
     monkeypatch.setattr(gpu_gate, "ROOT", tmp_path)
-    found = gpu_gate.run_tests(["test_it.py", "-p", "no:cacheprovider"])
+    found = gpu_gate.run_tests(["tests/test_it.py", "-p", "no:cacheprovider"])
     assert found["tests"] == {"passed": 1, "failed": 0, "skipped": 0} and found["code"] == 0
-    assert found["deselected"] == {"test_it.py::test_more": f"needs {there + 1} GPUs"}
+    assert found["deselected"] == {"tests/test_it.py::test_more[b.c]": "needs 9 GPUs"}
     gate.outcome["tests:1/2"] = found
     for part in ("tests:1/2", "tests:2/2", "suites:1/1"):
         assert gate.main(["--part", part]) == 0
     assert gate.result()["good"] and gate.result()["deselected"] == found["deselected"]
-    assert f"deselected: needs {there + 1} GPUs: test_it.py::test_more\n" in capsys.readouterr().out
+    assert "deselected: needs 9 GPUs: tests/test_it.py::test_more[b.c]\n" in capsys.readouterr().out
+
+
+def test_suites_say_their_seconds(monkeypatch, tmp_path, capfd):
+    import gpu_gate
+
+    (tmp_path / "bench.py").write_text(
+        "import sys\nprint('a: 2.5 s\\nWarning: b: 1 s\\nb: 0.1 s', file=sys.stderr)\n"
+        "open(sys.argv[-1], 'w').write('[{}]')\nsys.exit(3)\n"
+    )
+    monkeypatch.setattr(gpu_gate, "HERE", tmp_path)
+    found = gpu_gate.run_suites(["a", "b"])
+    assert (found["code"], found["records"], found["seconds_of"]) == (3, [{}], {"a": 2.5, "b": 0.1})
+    assert "a: 2.5 s\n" in capfd.readouterr().err
+
+
+def test_the_seconds_of_a_whole_result_part_the_next_one(gate):
+    import gpu_gate
+
+    gate.outcome["tests:1/1"] = of_tests() | {"seconds_of": {"test_a.py": 3.0}}
+    gate.outcome["suites:1/1"] = of_suites() | {"seconds_of": {"a": 2.0}}
+    assert gate.main(["--part", "suites:1/1"]) == 0 and gpu_gate.durations() == {}
+    assert gate.main(["--part", "tests:1/1"]) == 0 and gpu_gate.durations() == {"test_a.py": 3.0, "a": 2.0}
 
 
 def run_of(**suites):
@@ -250,95 +284,95 @@ def test_two_checkouts_in_one_call(tmp_path):
 
 
 @pytest.fixture
-def two_gpus(monkeypatch):
-    """gate_cards on two pretended GPUs, of four parts: ``ran`` are (GPU, part), ``outcome`` what each comes to."""
-    import gate_cards
-    from gate_parts import Part, result_of
+def two_gpus(monkeypatch, tmp_path):
+    """gpu_gate --all-gpus on two pretended GPUs, in four parts: ``ran`` are (GPU, part), ``outcome`` what each comes to."""
+    import gpu_gate
 
-    fake = SimpleNamespace(main=gate_cards.main, ran=[], outcome={}, missing=[])
-    parts = [Part("tests", 1, 2), Part("tests", 2, 2), Part("suites", 1, 2), Part("suites", 2, 2)]
+    call = ["--all-gpus", str(tmp_path), "--commit", "a"]
+    fake = SimpleNamespace(main=lambda *more: gpu_gate.main([*call, *more]), ran=[], outcome={}, missing=[])
 
     def run(command, cwd, env, **_):
         name = command[command.index("--part") + 1]
         fake.ran.append((env["CUDA_VISIBLE_DEVICES"], name))
         found = fake.outcome.get(name) or (of_tests() if name.startswith("tests") else of_suites())
         if found != "killed":
-            Path(command[command.index("--out") + 1]).write_text(json.dumps(result_of(dict(ABOUT), {name: found})))
+            result = gpu_gate.result_of(dict(ABOUT), {name: found})
+            Path(command[command.index("--out") + 1]).write_text(json.dumps(result))
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(gate_cards, "cards_here", lambda: ["0", "1"])
-    monkeypatch.setattr(gate_cards, "missing", lambda: fake.missing)
-    monkeypatch.setattr(gate_cards, "parts_by_length", lambda: parts)
-    monkeypatch.setattr(gate_cards.shutil, "copytree", lambda source, copy, ignore: copy.mkdir())
-    monkeypatch.setattr(gate_cards.subprocess, "run", run)
+    monkeypatch.setattr(gpu_gate, "cards_here", lambda: ["0", "1"])
+    monkeypatch.setattr(gpu_gate, "missing", lambda: fake.missing)
+    monkeypatch.setattr(gpu_gate, "ALL", {"tests": 2, "suites": 2})
+    monkeypatch.setattr(gpu_gate.shutil, "copytree", lambda source, copy, ignore: copy.mkdir())
+    monkeypatch.setattr(gpu_gate.subprocess, "run", run)
     return fake
 
 
 def test_all_gpus_share_the_parts_and_a_second_call_runs_what_is_left(two_gpus, tmp_path, capsys):
-    call = [str(tmp_path), "--commit", "a"]
-    assert two_gpus.main([*call, "--begin", "-1"]) == 3 and not two_gpus.ran
+    assert two_gpus.main("--begin", "-1") == 3 and not two_gpus.ran
     two_gpus.outcome["tests:2/2"] = "killed"
-    assert two_gpus.main(call) == 3
+    assert two_gpus.main() == 3
     assert sorted(part for _, part in two_gpus.ran) == ["suites:1/2", "suites:2/2", "tests:1/2", "tests:2/2"]
     assert "left: tests:2/2" in capsys.readouterr().out
     two_gpus.outcome.clear()
     two_gpus.ran.clear()
-    assert two_gpus.main(call) == 0 and [part for _, part in two_gpus.ran] == ["tests:2/2"]
+    assert two_gpus.main() == 0 and [part for _, part in two_gpus.ran] == ["tests:2/2"]
     merged = json.loads((tmp_path / "merged.json").read_text())
     assert merged["good"] and merged["tests"]["passed"] == 10 and not merged["unfinished"]
 
 
-def test_a_folder_holds_parts_of_one_commit(two_gpus, tmp_path, capsys):
-    assert two_gpus.main([str(tmp_path), "--commit", "a"]) == 0
+def test_a_folder_holds_parts_of_one_commit(two_gpus, capsys):
+    assert two_gpus.main() == 0
     two_gpus.ran.clear()
     with pytest.raises(SystemExit):
-        two_gpus.main([str(tmp_path), "--commit", "b"])
+        two_gpus.main("--commit", "b")
     assert "got a part of a, allowed: of b" in capsys.readouterr().err and not two_gpus.ran
 
 
-def test_what_stops_a_gpu_is_raised(two_gpus, monkeypatch, tmp_path):
-    import gate_cards
+def test_what_stops_a_gpu_is_raised(two_gpus, monkeypatch):
+    import gpu_gate
 
     def full(source, copy, ignore):
         raise OSError("no space")
 
-    monkeypatch.setattr(gate_cards.shutil, "copytree", full)
+    monkeypatch.setattr(gpu_gate.shutil, "copytree", full)
     with pytest.raises(OSError, match="no space"):
-        two_gpus.main([str(tmp_path), "--commit", "a"])
+        two_gpus.main()
 
 
-def test_a_part_that_is_not_good_shows_in_the_end(two_gpus, tmp_path):
+def test_a_part_that_is_not_good_shows_in_the_end(two_gpus):
     two_gpus.outcome["suites:2/2"] = of_suites(code=1)
-    assert two_gpus.main([str(tmp_path), "--commit", "a"]) == 1
+    assert two_gpus.main() == 1
     assert {card for card, _ in two_gpus.ran} <= {"0", "1"}
 
 
-def test_nothing_runs_where_something_is_missing(two_gpus, tmp_path, capsys):
+def test_nothing_runs_where_something_is_missing(two_gpus, capsys):
     two_gpus.missing.append("xdist: no module")
-    assert two_gpus.main([str(tmp_path), "--commit", "a"]) == 2 and not two_gpus.ran
+    assert two_gpus.main() == 2 and not two_gpus.ran
     assert capsys.readouterr().out == "missing: xdist: no module\n"
 
 
 def test_what_is_missing_is_named(monkeypatch, tmp_path):
-    import gate_cards
+    import gpu_gate
 
-    monkeypatch.setattr(gate_cards, "NEEDED", ("json", "no_such_module"))
+    monkeypatch.setattr(gpu_gate, "NEEDED", ("json", "no_such_module"))
     monkeypatch.delenv("PEERS_DIR", raising=False)
-    first, *_, last = gate_cards.missing()
+    first, *_, last = gpu_gate.missing()
     assert first == "no_such_module: No module named 'no_such_module'"
     assert last == "PEERS_DIR: not set, so nothing would be measured beside peers"
     monkeypatch.setenv("PEERS_DIR", str(tmp_path))
-    assert gate_cards.missing()[-1].startswith(f"PEERS_DIR: got {tmp_path}")
+    assert gpu_gate.missing()[-1].startswith(f"PEERS_DIR: got {tmp_path}")
     (tmp_path / "vllm").mkdir()
-    assert gate_cards.missing()[-1].startswith("PEERS_DIR: DeepGEMM does not run: ")
+    assert gpu_gate.missing()[-1].startswith("PEERS_DIR: DeepGEMM does not run: ")
 
 
-def test_the_longest_parts_go_first():
-    from gate_cards import SUITES, TESTS, parts_by_length
+def test_the_longest_parts_go_first(two_gpus, monkeypatch):
+    import gpu_gate
 
-    parts = parts_by_length()
-    assert len(set(parts)) == len(parts) == TESTS + SUITES
-    assert parts[0].kind == "tests" and parts[-1].kind == "suites"
+    monkeypatch.setattr(gpu_gate, "cards_here", lambda: ["0"])
+    monkeypatch.setattr(gpu_gate, "durations", lambda: {"load": 9000, "test_topk.py": 5000, "test_cli.py": 4000})
+    assert two_gpus.main() == 0
+    assert [part for _, part in two_gpus.ran] == ["suites:1/2", "tests:1/2", "tests:2/2", "suites:2/2"]
 
 
 @pytest.mark.parametrize("reports, hangs", [(0, False), (3, False), (0, True)])

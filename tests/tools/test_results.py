@@ -31,7 +31,7 @@ def test_a_record_names_its_commit_and_versions(path):
 
 
 def whole(record):
-    from gate_parts import merge
+    from gpu_gate import merge
 
     return merge([record]) == record and record["good"]
 

@@ -13,16 +13,22 @@ def scripts_on_path(monkeypatch):
 
 
 def test_gate_reads_junit(tmp_path):
-    from gpu_gate import counts, properties, slug
+    from gpu_gate import read_junit, slug
 
     report = tmp_path / "junit.xml"
     report.write_text(
-        '<testsuites><testsuite name="pytest" tests="7" failures="1" errors="1" skipped="2"><testcase name="plain"/>'
-        '<testcase name="soak"><properties><property name="steps" value="9"/></properties></testcase></testsuite></testsuites>'
+        '<testsuites><testsuite><testcase name="plain" classname="tests.ops.test_a" time="1.2"/>'
+        '<testcase name="soak" classname="tests.ops.test_a.TestIt" time="0.8"><properties><property name="steps" value="9"/>'
+        '</properties></testcase><testcase name="a" classname="test_b" time="0.9"><failure/></testcase>'
+        '<testcase name="tests.ops.test_c" classname="" time="0"><error/></testcase>'
+        '<testcase name="b[1.5]" classname="tests.ops.test_b"><skipped message="needs 2 GPUs"/></testcase>'
+        '<testcase name="c" classname="tests.ops.test_b"><skipped message="needs a GPU"/></testcase></testsuite></testsuites>'
     )
-    assert properties(report) == {"soak": {"steps": "9"}} and properties(tmp_path / "absent.xml") == {}
-    assert counts(report) == {"passed": 3, "failed": 2, "skipped": 2}
-    assert counts(tmp_path / "absent.xml") == {"passed": 0, "failed": 0, "skipped": 0}
+    found = read_junit(report)
+    assert found["tests"] == {"passed": 2, "failed": 2, "skipped": 1} and found["reports"] == {"soak": {"steps": "9"}}
+    assert found["deselected"] == {"tests/ops/test_b.py::b[1.5]": "needs 2 GPUs"}
+    assert found["seconds_of"] == {"test_a.py": 2.0}
+    assert read_junit(tmp_path / "absent.xml")["tests"] == {"passed": 0, "failed": 0, "skipped": 0}
     assert slug("NVIDIA H200") == "nvidia-h200"
 
 
