@@ -365,7 +365,7 @@ def missing() -> list[str]:
 
 
 def run_all(folder: Path, commit: str, latest: float | None, workers: int) -> int:
-    """The parts that ``folder`` lacks, the longest first, so that GPUs end together. latest: when the last one may begin,
+    """The parts that ``folder`` lacks, the longest first, so that GPUs end together. latest: when the last may begin,
     by time.monotonic(). Returns main's exit code."""
     cards, known = cards_here(), durations()
     if problems := missing() if cards else ["no GPU here"]:
