@@ -14,6 +14,7 @@ SPARSE_ATTN_TEST_GPUS=1,2,3 deals these GPUs out to the workers of pytest-xdist.
 import os
 import random
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from support.other_defaults import other_defaults, suits
 from sparse_attn import workspace
 from sparse_attn.framework.target import interpreting
 
-LEFT_OUT = pytest.StashKey[dict[str, int]]()
+LEFT_OUT = pytest.StashKey[dict[str | None, int]]()
 KERNELS = "tests of Triton kernels (TRITON_INTERPRET=1 python -m pytest -m kernel)"
 PLAIN = "tests of no kernel (without TRITON_INTERPRET)"
 BEYOND = "cases beyond a sample (SPARSE_ATTN_LONG=1)"
@@ -35,38 +36,34 @@ if (gpus := os.environ.get("SPARSE_ATTN_TEST_GPUS")) and (worker := os.environ.g
 
 
 def pytest_collection_modifyitems(config, items):
+    def leave_out(which, those):
+        those = set(those)
+        if those:
+            config.hook.pytest_deselected(items=[item for item in items if item in those])
+            items[:] = [item for item in items if item not in those]
+        config.stash.setdefault(LEFT_OUT, {})[which] = len(those)
+
     if OTHER_DEFAULTS:
-        config.hook.pytest_deselected(items=[item for item in items if not suits(item, OTHER_DEFAULTS)])
-        items[:] = [item for item in items if suits(item, OTHER_DEFAULTS)]
+        leave_out(None, [item for item in items if not suits(item, OTHER_DEFAULTS)])
     skip_where_gpus_are_few(items)
-    left_out = config.stash.setdefault(LEFT_OUT, {})
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        # Without Triton's interpreter, tests that need a GPU are shown as skipped.
+        ours = [bool(item.get_closest_marker("kernel") and not item.get_closest_marker("gpu")) for item in items]
+        others = [item for item, kernel in zip(items, ours) if kernel != interpreting()]
+        leave_out(PLAIN if interpreting() else KERNELS, others)
+    leave_out(BEYOND, sample(items))
     if torch.cuda.is_available():
-        before = len(items)
-        sample(config, items)
-        left_out[BEYOND] = before - len(items)
         items.sort(key=lambda item: item.path.name != "test_soak.py")  # the longest first: workers end together
-        return
-    selected, deselected = [], []
-    for item in items:
-        is_kernel = item.get_closest_marker("kernel") is not None
-        if item.get_closest_marker("gpu") is not None:
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-            keep = not interpreting()
-        else:
-            keep = is_kernel == interpreting()
-        (selected if keep else deselected).append(item)
-    if deselected:
-        config.hook.pytest_deselected(items=deselected)
-        items[:] = selected
-    sample(config, items)
-    left_out |= {PLAIN if interpreting() else KERNELS: len(deselected), BEYOND: len(selected) - len(items)}
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter, config):
     """What ran is not all there is. Workers of pytest-xdist have no terminal, and say nothing."""
     yield
-    if said := [f"{count} {which}" for which, count in config.stash.get(LEFT_OUT, {}).items() if count]:
+    if said := [f"{count} {which}" for which, count in config.stash.get(LEFT_OUT, {}).items() if which and count]:
         terminalreporter.write_line(f"left out: {', '.join(said)}; scripts/test.sh --long runs all")
 
 
@@ -77,23 +74,20 @@ def skip_where_gpus_are_few(items):
             item.add_marker(pytest.mark.skip(reason=f"needs {marker.args[0]} GPUs"))
 
 
-def sample(config, items):
-    """Leave out of each test marked `sampled` or `few` what it does not draw; sampled(of="kernel"): of the cases with this
-    marker."""
-    tests: dict[tuple, list[int]] = {}
-    for at, item in enumerate(items):
-        marker, few = item.get_closest_marker("sampled"), item.get_closest_marker("few")
-        if marker is not None and item.get_closest_marker(marker.kwargs.get("of", "sampled")) is not None:
-            tests.setdefault((item.path, item.originalname, True, marker.args), []).append(at)
-        elif marker is None and not torch.cuda.is_available() and (few or interpreting() and hasattr(item, "callspec")):
-            tests.setdefault((item.path, item.originalname, False, few.args if few else (CASES,)), []).append(at)
-    left_out = set()
-    for (*_, every, counts), places in tests.items():
-        values = (lambda at: items[at].callspec.params.items()) if every else (lambda _: ())
-        left_out |= {*places} - {*sampled(places, *counts, kinds=values)}
-    if left_out:
-        config.hook.pytest_deselected(items=[items[at] for at in sorted(left_out)])
-        items[:] = [item for at, item in enumerate(items) if at not in left_out]
+def sample(items) -> list:
+    """Of the items, those that the markers `sampled` and `few` leave out."""
+    tests: dict[tuple, list] = {}
+    for item in items:
+        marker = item.get_closest_marker("sampled") or item.get_closest_marker("few")
+        every = marker is not None and marker.name == "sampled"
+        count = marker.args[0] if marker else CASES if interpreting() and hasattr(item, "callspec") else None
+        if count is not None and (every or not torch.cuda.is_available()):
+            tests.setdefault((item.path, item.originalname, every, count), []).append(item)
+    left_out = []
+    for (*_, every, count), cases in tests.items():
+        kept = sampled(cases, count, kinds=lambda item: item.callspec.params.items() if every else ())
+        left_out += [item for item in cases if item not in kept]
+    return left_out
 
 
 def long() -> bool:
@@ -101,7 +95,7 @@ def long() -> bool:
     return os.environ.get("SPARSE_ATTN_LONG", "0") not in ("", "0")
 
 
-def sampled(cases: Iterable, count: int, seed: object = 0, kinds: Callable[[object], Iterable] = lambda _: ()) -> list:
+def sampled(cases: Iterable, count: int, seed: object = 0, kinds: Callable[[Any], Iterable] = lambda _: ()) -> list:
     """All cases with --long; else ``count`` of them, drawn by ``seed`` and in their order, or more where it takes more
     to have one of every kind."""
     cases = list(cases)

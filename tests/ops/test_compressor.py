@@ -15,7 +15,8 @@ from sparse_attn.ops.attention.compressor import compress_and_cache
 from sparse_attn.ops.layers.rope import rope_table
 from sparse_attn.testing.ops import opcheck, schema
 
-BOTH = pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=pytest.mark.kernel)])
+KERNEL = pytest.param("triton", marks=(pytest.mark.kernel, pytest.mark.sampled(4)))
+BOTH = pytest.mark.parametrize("impl", ["reference", KERNEL])
 EACH_FORM = pytest.mark.parametrize("ratio, overlap", FORMS)
 EACH_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 
@@ -26,7 +27,6 @@ def where(impl, device):
     return dict(impl=impl, device=device if impl == "triton" else "cpu")
 
 
-@pytest.mark.sampled(6, of="kernel")
 @BOTH
 @EACH_LAYOUT
 @EACH_FORM
@@ -47,7 +47,6 @@ def check_same(whole, parts):
     parts.check_canaries()
 
 
-@pytest.mark.sampled(6, of="kernel")
 @BOTH
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (5, 1), (7, 2, 9)])
 @EACH_FORM
@@ -81,7 +80,6 @@ def test_borders_make_no_difference_to_kernels(device, ratio, overlap, borders):
         check_same(whole, World(ratio, overlap, **options).cut((border, 512)))
 
 
-@pytest.mark.sampled(4, of="kernel")
 @BOTH
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
 @EACH_FORM
@@ -90,7 +88,6 @@ def test_rejected_tokens_are_overwritten(where, ratio, overlap, next_n):
     check_same(World(ratio, overlap, **options).cut((64,)), World(ratio, overlap, **options).speculate(next_n))
 
 
-@pytest.mark.sampled(4, of="kernel")
 @BOTH
 @pytest.mark.parametrize("ring", [(4, 2), (3, 4), (1, 9), (4, 5)])
 @EACH_FORM

@@ -3,15 +3,10 @@ Triton's interpreter knows no clusters."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from support.ptx.run import execute
 
-from sparse_attn.device.triton_private import VERSION
-from sparse_attn.ops.topk.select import launch
 from sparse_attn.ops.topk.select.algorithms.launch import cluster
 from sparse_attn.ops.topk.select.plan import Cluster, Selection, Slots
 from sparse_attn.ops.topk.select.reference import top_k_per_row
@@ -94,26 +89,6 @@ KINDS = (
     "the k-th in the second window", "of the least that are not zero", "forty values", "one bin, no two equal",
     "some equal", "ascending",
 )  # fmt: skip
-
-
-def test_tables_are_those_of_the_compiled_kernel():
-    """hopper/README.md: bytes of shared memory, and registers, which are those of triton 3.6."""
-    from sparse_attn.testing.launches import compile_launch, recording
-
-    text = Path(launch.__file__).with_name("hopper").joinpath("README.md").read_text()
-    memory, registers = text.split("## Shared memory")[1].split("## Registers")
-    parts = [int(nbytes) for nbytes in re.findall(r"\| (\d+) \|", memory)]
-    rows = [tuple(map(int, row)) for row in re.findall(r"\| (\d+) \| (\d+) \| (\d+) \|", registers)]
-    assert len(rows) == 5
-    with recording("sm_90") as launches:
-        for columns, _, _ in rows:
-            ends = torch.empty(8, dtype=torch.int32, device="meta")
-            launch.top_k_per_row(torch.empty(8, 8 * columns, device="meta"), None, ends, 512, "hopper.cluster")
-    for (columns, warps, number), one in zip(rows, launches):
-        found = compile_launch(one)
-        assert (found.threads, found.spill_bytes) == (32 * warps, 0)
-        assert found.registers == number or VERSION != (3, 6)
-        assert found.claimed == sum(parts) + columns // 4 and found.shared_memory == found.claimed + 4 * warps
 
 
 @pytest.mark.few(4)

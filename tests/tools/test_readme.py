@@ -24,11 +24,6 @@ def code_blocks():
         yield pytest.param(code, marks=[getattr(pytest.mark, marker)] if marker else [], id=f"block{number}")
 
 
-def test_there_is_one_per_kind_of_user_one_per_part_of_a_server_and_one_of_explain():
-    assert len(BLOCKS) == 3 + 6 + 1
-    assert all(len(code.splitlines()) <= 32 for _, code in BLOCKS)
-
-
 def run(code):
     names = {"__name__": "readme"}
     try:

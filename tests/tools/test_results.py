@@ -30,27 +30,12 @@ def test_a_record_names_its_commit_and_versions(path):
     assert record["triton"] if "triton" in record else record["versions"]["torch"] and record["versions"]["triton"]
 
 
-def whole(record):
-    from gpu_gate import merge
-
-    return merge([record]) == record and record["good"]
-
-
 @pytest.mark.parametrize("path", GATES, ids=lambda path: path.name)
 def test_a_gates_result_is_good_and_that_of_its_gpu(path):
-    from gpu_gate import path_of
+    from gpu_gate import merge, path_of
 
-    assert whole(read(path)) and path == path_of(read(path)["gpu"])
-
-
-def test_a_gate_that_is_not_whole_is_none():
-    record = read(ROOT / "scripts" / "results" / "nvidia-h200.json")
-    assert whole(record)
-    last = list(record["parts"])[-1]
-    lacking = record | {"parts": {name: one for name, one in record["parts"].items() if name != last}}
-    failed = record | {"parts": record["parts"] | {last: record["parts"][last] | {"code": 1}}}
-    for broken in (record | {"good": False}, record | {"unfinished": [last]}, lacking, failed):
-        assert not whole(broken)
+    record = read(path)
+    assert merge([record]) == record and record["good"] and path == path_of(record["gpu"])
 
 
 def test_notes_name_records_that_exist():

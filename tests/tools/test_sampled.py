@@ -38,37 +38,29 @@ def test_long_runs_every_case(monkeypatch, value, everything):
     assert long() == everything == (sampled(GRID, 6) == GRID)
 
 
-def item_of(*params, marked=True, kernel=False):
+class Item:
     """As pytest collects it."""
-    markers = {"sampled": pytest.mark.sampled(3, of="kernel").mark} if marked else {}
-    markers |= {"kernel": pytest.mark.kernel.mark} if kernel else {}
-    callspec = SimpleNamespace(params=dict(zip("ab", params)))
-    return SimpleNamespace(path="file", originalname="test", callspec=callspec, get_closest_marker=markers.get)
+
+    path, originalname = "file", "test"
+
+    def __init__(self, *params, **markers):
+        self.callspec = SimpleNamespace(params=dict(zip("ab", params)))
+        self.get_closest_marker = {name: getattr(pytest.mark, name)(count).mark for name, count in markers.items()}.get
 
 
-@pytest.mark.parametrize("value, count", [("0", 3), ("1", 9)])
-def test_a_marked_test_runs_its_sample(monkeypatch, value, count):
-    monkeypatch.setenv("SPARSE_ATTN_LONG", value)
-    drawn = [item_of(a, b, kernel=True) for a, b in itertools.product("xyz", range(3))]
-    kept = [item_of("x", 0), item_of("y", 1, marked=False, kernel=True)] * 4
-    items, left_out = drawn + kept, []
-    sample(SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))), items)
-    assert items[-8:] == kept and len(items) == count + 8 and len(left_out) == 9 - count
-    assert {item.callspec.params["a"] for item in items[:-8]} == {*"xyz"}
-
-
-@pytest.mark.parametrize("value, gpu, counts", [("0", False, (2, 0)), ("0", True, (9, 1)), ("1", False, (9, 1))])
-def test_without_a_gpu_few_cases_run(monkeypatch, value, gpu, counts):
-    """Of a parametrised test through the interpreter; of a test marked few(0) none."""
+@pytest.mark.parametrize(
+    "value, gpu, counts", [("0", False, (3, 1, 2)), ("0", True, (3, 9, 9)), ("1", False, (9, 9, 9))]
+)
+def test_tests_run_what_their_markers_say(monkeypatch, value, gpu, counts):
+    """Marked sampled(2), which keeps one of each value, and few(1); and unmarked, through the interpreter."""
     monkeypatch.setenv("SPARSE_ATTN_LONG", value)
     monkeypatch.setattr("conftest.interpreting", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
-    cases = [item_of(a, b, marked=False, kernel=True) for a, b in itertools.product("xyz", range(3))]
-    none = [SimpleNamespace(path="file", originalname="none", get_closest_marker={"few": pytest.mark.few(0).mark}.get)]
-    for items, count in zip((cases, none), counts):
-        sample(config, items)
-        assert len(items) == count
+    for markers, count in zip((dict(sampled=2), dict(few=1), {}), counts):
+        items = [Item(a, b, **markers) for a, b in itertools.product("xyz", range(3))]
+        kept = [item for item in items if item not in sample(items)]
+        assert len(kept) == count
+        assert {item.callspec.params["a"] for item in kept} == {*"xyz"} or not markers.get("sampled")
 
 
 @pytest.mark.parametrize("interpreted, how", [("0", "TRITON_INTERPRET=1 "), ("1", "without TRITON_INTERPRET)")])
