@@ -11,6 +11,7 @@ import safetensors
 import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file
+from support.checkpoints import SPECS, written
 
 from sparse_attn.checkpoints import convert as converting
 from sparse_attn.checkpoints import formats
@@ -18,24 +19,9 @@ from sparse_attn.checkpoints.convert import convert
 from sparse_attn.checkpoints.load import load
 from sparse_attn.checkpoints.published import write_published
 from sparse_attn.cli.main import main
-from sparse_attn.spec import tiny_glm5, tiny_v4, tiny_v32
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, dequantise, quantise
 
-SPECS = {"v32": tiny_v32(), "glm": tiny_glm5(), "v4": tiny_v4()}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    home, made = tmp_path_factory.mktemp("written"), {}
-
-    def folder(name, form):
-        if (name, form) not in made:
-            made[name, form] = home / f"{name}-{form}"
-            write_published(made[name, form], SPECS[name], form, seed=7)
-        return made[name, form]
-
-    return folder
 
 
 def tensors_of(folder):
@@ -99,7 +85,7 @@ CASES = [("v32", "published"), ("v32", "fp8-e8m0"), ("v32", "fused"), ("glm", "p
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name,form", CASES)
-def test_bf16_becomes_a_published_form(written, tmp_path, name, form):
+def test_bf16_becomes_a_published_form(tmp_path, name, form):
     """The same names, dtypes and shapes as write_published gives, and values within half a step of the codes."""
     source = written(name, "bf16")
     spec, total = convert(source, tmp_path / "out", form)
@@ -133,7 +119,7 @@ EXACT = [("v4", "published", "fused"), ("v4", "fused", "published"), ("v4", "pub
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name,source,form", EXACT)
-def test_what_is_quantised_keeps_its_values(written, tmp_path, name, source, form):
+def test_what_is_quantised_keeps_its_values(tmp_path, name, source, form):
     before = load(written(name, source), dtype=torch.float32, expand=True)[1]
     convert(written(name, source), tmp_path / "out", form)
     after = load(tmp_path / "out", dtype=torch.float32, expand=True)[1]
@@ -150,7 +136,7 @@ def test_what_is_quantised_keeps_its_values(written, tmp_path, name, source, for
     ("v4", "flash-base", "published", "got e4m3/128x128/fp32, values that e"),
     ("v4", "published", "flash-base", "ffn.experts.* got e2m1/1x32/e8m0, values that e4m3/128x128/fp32 does not hold"),
 ])  # fmt: skip
-def test_what_would_be_rounded_again_is_refused(written, tmp_path, name, source, form, weight):
+def test_what_would_be_rounded_again_is_refused(tmp_path, name, source, form, weight):
     folder = written(name, source)
     if name == "v4" and source == "published":
         folder = with_experts(folder, tmp_path / "in", 127, 110)
@@ -174,7 +160,7 @@ def with_experts(folder, to, greatest, least):
 
 
 @pytest.mark.parametrize("least,exact", [(110, False), (112, False), (113, True), (127, True)])
-def test_fp4_becomes_block_fp8_where_its_scales_span_little(written, tmp_path, least, exact):
+def test_fp4_becomes_block_fp8_where_its_scales_span_little(tmp_path, least, exact):
     """A half under byte 110 beside a 6 under 127 is 2^-12 of e4m3's scale, and e4m3 ends at 2^-9."""
     weight = load(with_experts(written("v4", "published"), tmp_path / "in", 127, least), expand=False)[1][
         "layers.1.moe.down"
@@ -190,7 +176,7 @@ def test_fp4_becomes_block_fp8_where_its_scales_span_little(written, tmp_path, l
     assert torch.equal(dequantise(found), dequantise(one)) and found.scales.tolist() == [[121]]
 
 
-def test_the_command_converts_and_copies_the_tokenizer(written, tmp_path, capsys):
+def test_the_command_converts_and_copies_the_tokenizer(tmp_path, capsys):
     source = written("v4", "bf16")
     (source / "tokenizer.json").write_text("{}")
     out = str(tmp_path / "out")
@@ -203,14 +189,14 @@ def test_the_command_converts_and_copies_the_tokenizer(written, tmp_path, capsys
         assert message in capsys.readouterr().err
 
 
-def test_nothing_stays_of_a_folder_that_fails(written, tmp_path, monkeypatch):
+def test_nothing_stays_of_a_folder_that_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(converting, "scale_name", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         convert(written("v4", "bf16"), tmp_path / "out", "published")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_cannot_be_written_is_named(written, tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     def full(*_, **__):
         raise safetensors.SafetensorError("no space left")
 

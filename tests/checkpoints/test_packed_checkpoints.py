@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.checkpoints import CASES, SPECS, written
 
 from sparse_attn import Model
 from sparse_attn.checkpoints import load as loading
@@ -24,30 +25,8 @@ from sparse_attn.checkpoints.save import save
 from sparse_attn.models.params import random_params, stays_packed
 from sparse_attn.models.shapes import param_shapes, prediction_shapes
 from sparse_attn.pipeline import cache_layouts
-from sparse_attn.spec import preset, tiny_glm5, tiny_v4, tiny_v32
+from sparse_attn.spec import preset, tiny_v4
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, dequantise, quantise, weight_bytes, weight_shape
-
-SPECS = {"v32": tiny_v32(), "glm": tiny_glm5(), "v4": tiny_v4()}
-CASES = [
-    (name, form)
-    for name in SPECS
-    for form in ("published", "flash-base", "fp8-e8m0", "fused", "bf16")
-    if name == "v4" or form != "flash-base"
-]
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """The folder of a checkpoint by (name, form), written once."""
-    home, made = tmp_path_factory.mktemp("written"), {}
-
-    def folder(name, form):
-        if (name, form) not in made:
-            made[name, form] = home / f"{name}-{form}"
-            write_published(made[name, form], SPECS[name], form, seed=3)
-        return made[name, form]
-
-    return folder
 
 
 def packed_names(params):
@@ -56,7 +35,7 @@ def packed_names(params):
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("name,form", CASES)
-def test_packed_weights_are_worth_what_expanded_ones_are(written, name, form):
+def test_packed_weights_are_worth_what_expanded_ones_are(name, form):
     """The expanded ones are tested against fp64 and transformers."""
     packed, wide = (load(written(name, form), dtype=torch.float32, expand=expand)[1] for expand in (False, True))
     assert list(packed) == list(wide) and not packed_names(wide)
@@ -76,7 +55,7 @@ def test_packed_weights_are_worth_what_expanded_ones_are(written, name, form):
     ("fp8-e8m0", {"attn.o_a": "e4m3/64x128/e8m0", "moe.down": "e4m3/128x128/e8m0"}),
     ("fused", {"attn.q_b": "e4m3/128x128/e8m0", "moe.gate_up": "e2m1/1x32/e8m0"}),
 ])  # fmt: skip
-def test_layouts_are_those_of_the_files(written, form, layouts):
+def test_layouts_are_those_of_the_files(form, layouts):
     """Where parts end inside of a block of 128 rows, the blocks are as high as the parts."""
     params = load(written("v4", form), expand=False)[1]
     assert {kind: params[f"layers.1.{kind}"].layout for kind in layouts} == layouts
@@ -111,7 +90,7 @@ def test_parts_that_end_inside_of_a_block(tmp_path, fused):
                for name in weights if weights[name].dtype == torch.float8_e4m3fn or "scale" in name.rsplit(".", 1)[-1])  # fmt: skip
 
 
-def test_codes_and_scales_are_the_bytes_of_the_files(written):
+def test_codes_and_scales_are_the_bytes_of_the_files():
     """Experts one after the other, gate before up."""
     folder, inner = written("v4", "published"), SPECS["v4"].moe.intermediate_size
     files = {}
@@ -167,7 +146,7 @@ UP, Q_B = "model.layers.3.mlp.experts.5.up_proj.weight", "model.layers.1.self_at
     ("flash-base", QB + ".scale", last_number(2.0**127), Q_B),
 ])  # fmt: skip
 @pytest.mark.parametrize("expand", [False, True])
-def test_codes_and_scales_that_are_no_numbers(written, tmp_path, form, stored, change, weight, expand):
+def test_codes_and_scales_that_are_no_numbers(tmp_path, form, stored, change, weight, expand):
     # 2^127 with a block whose every code is at most 1 is a number: the last block of rows keeps some larger ones.
     with_tensor(written("v4", form), tmp_path, stored, change)
     with pytest.raises(
@@ -176,7 +155,7 @@ def test_codes_and_scales_that_are_no_numbers(written, tmp_path, form, stored, c
         load(tmp_path, expand=expand)
 
 
-def test_a_great_scale_of_small_codes_is_a_number(written, tmp_path):
+def test_a_great_scale_of_small_codes_is_a_number(tmp_path):
     def change(codes):
         codes.view(torch.uint8)[-1, -16:] &= 0x99  # values 0 and 0.5
         return codes
@@ -189,7 +168,7 @@ def test_a_great_scale_of_small_codes_is_a_number(written, tmp_path):
     assert value.abs().max() == 2.0**126
 
 
-def test_experts_of_two_layouts_stay_packed_in_none(written, tmp_path):
+def test_experts_of_two_layouts_stay_packed_in_none(tmp_path):
     name = "model.layers.2.mlp.experts.3.up_proj.weight_scale_inv"
     with_tensor(written("v32", "published"), tmp_path, name, lambda scale: scale.to(torch.float8_e8m0fnu))
     with pytest.raises(ValueError, match="up_proj.weight: got e4m3/128x128/e8m0, allowed: e4m3/128x128/fp32, that of"):
@@ -198,7 +177,7 @@ def test_experts_of_two_layouts_stay_packed_in_none(written, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def params(written):
+def params():
     return load(written("v4", "published"), dtype=torch.bfloat16, expand=False)[1]
 
 
@@ -224,7 +203,7 @@ def test_a_model_has_codes_and_scales_as_parameters(params):
 
 
 @pytest.mark.parametrize("move", ["to", "half", "float"])
-def test_another_dtype_leaves_codes_and_scales_alone(written, move):
+def test_another_dtype_leaves_codes_and_scales_alone(move):
     for form in ("published", "flash-base"):
         params = load(written("v4", form), dtype=torch.bfloat16, expand=False)[1]
         before = {name: [part.detach().clone() for part in params[name][:2]] for name in packed_names(params)}
@@ -252,7 +231,7 @@ def test_a_state_of_other_dtypes_is_refused(params, part):
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name,form", CASES)
-def test_memory_counts_what_is_held(written, name, form):
+def test_memory_counts_what_is_held(name, form):
     spec, params = SPECS[name], load(written(name, form), expand=False)[1]
     assert sum(map(weight_bytes, params.values())) == sum(memory.weight_bytes(spec, torch.bfloat16, form).values())
     config, found = read_config(written(name, form))
@@ -281,7 +260,7 @@ def tensors_of(folder):
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name,form", CASES)
-def test_save_writes_the_files_tensors_back(written, tmp_path, name, form):
+def test_save_writes_the_files_tensors_back(tmp_path, name, form):
     """By name, dtype, shape and bytes, but for kv_b, which the forward holds expanded."""
     spec, folder, fused = SPECS[name], written(name, form), form == "fused"
     params = load(folder, expand=False, mtp=not fused)[1]
@@ -305,7 +284,7 @@ def test_save_writes_the_files_tensors_back(written, tmp_path, name, form):
     }
 
 
-def test_fused_experts_are_saved_apart_and_together(written, tmp_path):
+def test_fused_experts_are_saved_apart_and_together(tmp_path):
     """Halves of 64 rows under a scale for 128 rows of both: apart each has it. Halves with scales of their own are no
     fused weight in blocks of 128 rows."""
     apart, together = (load(written("v32", form), expand=False)[1] for form in ("published", "fused"))
@@ -358,7 +337,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_of_any_shard_are_found_before_anything_is_allocated(written, tmp_path, monkeypatch, fault):
+def test_faults_of_any_shard_are_found_before_anything_is_allocated(tmp_path, monkeypatch, fault):
     spoil, message = FAULTS[fault]
     shutil.copytree(written("v4", "published"), tmp_path / "in")
     spoil(tmp_path / "in")
@@ -379,7 +358,7 @@ MTP = {  # of the layer's own weights: those of the forward, and the tensors of 
 
 
 @pytest.mark.parametrize("name", MTP)
-def test_layers_of_multi_token_prediction_load_where_asked_for(written, name):
+def test_layers_of_multi_token_prediction_load_where_asked_for(name):
     spec, folder, files = SPECS[name], written(name, "published"), {}
     for path in folder.glob("*.safetensors"):
         files |= load_file(path)
@@ -403,7 +382,7 @@ def test_layers_of_multi_token_prediction_load_where_asked_for(written, name):
     ({"mtp.1.norm.weight": torch.ones(128)}, None),
     (0, "config.json: config num_nextn_predict_layers: got 0, allowed: 1 to 64, or mtp=False"),
 ])  # fmt: skip
-def test_layers_that_are_none_of_multi_token_prediction(written, tmp_path, change, message):
+def test_layers_that_are_none_of_multi_token_prediction(tmp_path, change, message):
     with_tensor(written("v4", "published"), tmp_path, "norm.weight", lambda norm: norm)
     if change == 0:
         config = json.loads((tmp_path / "config.json").read_text())
@@ -419,7 +398,7 @@ def test_layers_that_are_none_of_multi_token_prediction(written, tmp_path, chang
         load(tmp_path, mtp=True)
 
 
-def test_progress_is_told_every_byte(written):
+def test_progress_is_told_every_byte():
     folder, told = written("glm", "published"), []
     load(folder, expand=False, progress=lambda nbytes, total: told.append((nbytes, total)))
     (total,) = {total for _, total in told}

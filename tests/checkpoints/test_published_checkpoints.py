@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from safetensors import safe_open
+from support.checkpoints import CASES, SPECS
 
 from sparse_attn.checkpoints.formats import first_layers
 from sparse_attn.checkpoints.load import load
@@ -15,15 +16,8 @@ from sparse_attn.checkpoints.names import spelling_of
 from sparse_attn.checkpoints.published import published_bytes, write_published
 from sparse_attn.cli.main import main
 from sparse_attn.models.shapes import param_shapes
-from sparse_attn.spec import preset, tiny_glm5, tiny_v4, tiny_v32
+from sparse_attn.spec import preset
 
-SPECS = {"v32": tiny_v32(), "glm": tiny_glm5(), "v4": tiny_v4()}
-CASES = [
-    (name, form)
-    for name in SPECS
-    for form in ("published", "flash-base", "fp8-e8m0", "fused", "bf16")
-    if name == "v4" or form != "flash-base"
-]
 # dtype of an expert, of its scale; of a linear's scale; name of an expert, of its scale.
 V32, V4, TF = (
     "model.layers.1.mlp.experts.0.gate_proj.weight",

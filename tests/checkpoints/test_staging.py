@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.caches import same
 
 from sparse_attn.checkpoints import load as loading
 from sparse_attn.checkpoints import pinned_copies
@@ -61,10 +62,6 @@ def test_buffers_are_no_larger_than_what_they_carry(monkeypatch):
     monkeypatch.setattr(pinned_copies, "PIECE", 4096)
     sizes = [sum(buffer.numel() for buffer in Staging("cpu", nbytes)._buffers) for nbytes in (100, 1 << 20)]
     assert sizes == [192, 8192]
-
-
-def same(got, want):
-    return torch.equal(got.cpu().view(torch.uint8), want.cpu().view(torch.uint8))
 
 
 def check_loaded(folder, device, **more):

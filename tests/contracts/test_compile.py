@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 from dataclasses import replace
 
 import pytest
@@ -103,7 +104,7 @@ def op_sequence(model, tokens, plan, batch):
         return graph
 
     torch.compile(model, fullgraph=True, dynamic=True, backend=record)(tokens, filled_caches(model, batch), plan)
-    return "\n".join(name.removeprefix("sparse_attn::") for name in sequence)
+    return textwrap.fill(" ".join(name.removeprefix("sparse_attn::") for name in sequence), 110)
 
 
 def test_op_sequence_of_a_decode_layer():
@@ -115,28 +116,10 @@ def test_op_sequence_of_a_decode_layer():
     assert_expected_inline(
         op_sequence(model, state.tokens, plan_of(model, state), 2),
         """\
-apply_rope
-indexer_k_quant_and_cache
-indexer_q_rope_quant
-index_topk_decode_slots
-apply_rope
-write_kv_cache
-apply_rope
-sparse_attn_decode
-apply_rope
-indexer_k_quant_and_cache
-indexer_q_rope_quant
-index_topk_decode_slots
-apply_rope
-write_kv_cache
-apply_rope
-sparse_attn_decode
-biased_grouped_topk
-apply_rope
-write_kv_cache
-apply_rope
-sparse_attn_decode
-biased_grouped_topk""",
+apply_rope indexer_k_quant_and_cache indexer_q_rope_quant index_topk_decode_slots apply_rope write_kv_cache
+apply_rope sparse_attn_decode apply_rope indexer_k_quant_and_cache indexer_q_rope_quant
+index_topk_decode_slots apply_rope write_kv_cache apply_rope sparse_attn_decode biased_grouped_topk apply_rope
+write_kv_cache apply_rope sparse_attn_decode biased_grouped_topk""",
     )
 
 
@@ -153,18 +136,8 @@ def test_op_sequence_of_a_window_layer():
     assert_expected_inline(
         windowed_sequence("window"),
         """\
-window_indices
-hyper_mix
-apply_rope
-write_kv_cache
-apply_rope
-sparse_attn_decode
-apply_rope
-hyper_merge
-hyper_mix
-biased_grouped_topk
-hyper_merge
-hyper_mix""",
+window_indices hyper_mix apply_rope write_kv_cache apply_rope sparse_attn_decode apply_rope hyper_merge
+hyper_mix biased_grouped_topk hyper_merge hyper_mix""",
     )
 
 
@@ -172,23 +145,9 @@ def test_op_sequence_of_an_indexed_layer():
     assert_expected_inline(
         windowed_sequence("indexed"),
         """\
-window_indices
-compressed_plan
-hyper_mix
-apply_rope
-write_kv_cache
-compress_and_cache
-compress_and_cache
-indexer_q_rope_quant
-index_topk_decode_slots
-apply_rope
-sparse_attn_decode
-apply_rope
-hyper_merge
-hyper_mix
-biased_grouped_topk
-hyper_merge
-hyper_mix""",
+window_indices compressed_plan hyper_mix apply_rope write_kv_cache compress_and_cache compress_and_cache
+indexer_q_rope_quant index_topk_decode_slots apply_rope sparse_attn_decode apply_rope hyper_merge hyper_mix
+biased_grouped_topk hyper_merge hyper_mix""",
     )
 
 
@@ -196,21 +155,8 @@ def test_op_sequence_of_a_full_layer():
     assert_expected_inline(
         windowed_sequence("full"),
         """\
-window_indices
-compressed_plan
-entry_indices
-hyper_mix
-apply_rope
-write_kv_cache
-compress_and_cache
-apply_rope
-sparse_attn_decode
-apply_rope
-hyper_merge
-hyper_mix
-biased_grouped_topk
-hyper_merge
-hyper_mix""",
+window_indices compressed_plan entry_indices hyper_mix apply_rope write_kv_cache compress_and_cache apply_rope
+sparse_attn_decode apply_rope hyper_merge hyper_mix biased_grouped_topk hyper_merge hyper_mix""",
     )
 
 
@@ -218,26 +164,9 @@ def test_op_sequence_of_an_indexed_layer_in_prefill():
     assert_expected_inline(
         windowed_sequence("indexed", prefill=True),
         """\
-compressed_plan
-hyper_mix
-apply_rope
-write_kv_cache
-compress_and_cache
-compress_and_cache
-indexer_q_rope_quant
-gather_indexer_k
-index_topk_prefill
-combine_topk_swa_indices_ragged
-apply_rope
-gather_kv_cache
-gather_kv_cache
-sparse_attn_prefill
-apply_rope
-hyper_merge
-hyper_mix
-biased_grouped_topk
-hyper_merge
-hyper_mix""",
+compressed_plan hyper_mix apply_rope write_kv_cache compress_and_cache compress_and_cache indexer_q_rope_quant
+gather_indexer_k index_topk_prefill combine_topk_swa_indices_ragged apply_rope gather_kv_cache gather_kv_cache
+sparse_attn_prefill apply_rope hyper_merge hyper_mix biased_grouped_topk hyper_merge hyper_mix""",
     )
 
 

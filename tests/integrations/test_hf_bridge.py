@@ -523,7 +523,6 @@ def test_a_gpu_gives_what_eager_gives_on_a_cpu(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ("latent_call", "growing_call", "static_call"))
 def test_prefill_of_4096_rows_at_131072_keys_takes_at_most_1536_mib(name, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
     from benchmarks import bridge as suite
     from benchmarks.run import Run
 

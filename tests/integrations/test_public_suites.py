@@ -122,7 +122,6 @@ class PublicSuites(expecttest.TestCase):
     @pytest.fixture(autouse=True)
     def _given(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.patch, self.printed = tmp_path, monkeypatch, capsys
-        monkeypatch.syspath_prepend(SCRIPTS)
         monkeypatch.setattr(sys, "dont_write_bytecode", True)  # sources change within a second
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))

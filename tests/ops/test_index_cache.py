@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from support.caches import check_nans, nans, poisoned_cache
+from support.caches import check_nans, nans, poisoned_cache, same
 from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout
@@ -21,11 +21,6 @@ LAYOUTS = [
     PlainLayout("fp32", 20),
     PlainLayout("fp16", 24),
 ]
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bits."""
-    return torch.equal(a.contiguous().view(torch.uint8).cpu(), b.contiguous().view(torch.uint8).cpu())
 
 
 def test_slots_and_padding():

@@ -8,6 +8,7 @@ import torch
 from support.caches import poisoned_cache
 from support.extremes import INT_MAX, INT_MIN
 from support.index_logits import (
+    check_graph_replays,
     check_highest,
     paged_arguments,
     paged_problem,
@@ -364,20 +365,4 @@ def test_twenty_times_the_same_bits():
 
 @pytest.mark.gpu
 def test_graph_replays_at_other_lengths():
-    torch.manual_seed(0)
-    cache, table = random_cache(70), torch.randperm(70, device="cuda").int().view(2, 35)
-    q, weights = random_query(2, 1, 64), torch.randn(2, 64, device="cuda")
-    lens, out = torch.tensor([[9], [2000]], dtype=torch.int32, device="cuda"), torch.empty(2, 2240, device="cuda")
-
-    def launch():
-        paged(Paged(q, cache, weights, lens, table, 2240, "mxfp4", out))
-
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    for new in ([9, 2000], [0, 2240], [700, 1]):
-        lens.copy_(torch.tensor(new, device="cuda")[:, None])
-        graph.replay()
-        assert_same_diff(out, reference.paged_mqa_logits(q, cache, weights, lens, table, 2240, LAYOUT.name))
+    check_graph_replays(paged, random_query(2, 1, 64), random_cache(70), LAYOUT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from support.caches import check_nans, nans, poison, poisoned_cache
+from support.caches import check_nans, nans, poison, poisoned_cache, same
 from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
@@ -23,10 +23,6 @@ LAYOUTS = [
     PlanarFp8Layout(36, 4, 4, "e4m3fnuz"),
     PlanarFp8Layout(50, 2, 2),  # records of 54 bytes
 ]
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8).cpu(), b.contiguous().view(torch.uint8).cpu())
 
 
 def test_round_trip_within_quantisation():

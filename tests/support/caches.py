@@ -34,6 +34,11 @@ def check_nans(values, written):
     assert values.isnan().any() and torch.equal(written.view(integer) == torch.iinfo(integer).max, values.isnan())
 
 
+def same(a, b):
+    """Equal bits."""
+    return torch.equal(a.contiguous().view(torch.uint8).cpu(), b.contiguous().view(torch.uint8).cpu())
+
+
 def poisoned_cache(layout, num_blocks, block_size, device="cpu", padding=0):
     """(cache, the memory it lies in [num_blocks, elements]): blocks stand ``padding`` elements apart, all is poison."""
     size = block_size * layout.row

@@ -7,8 +7,10 @@ import torch
 from support.extremes import INF, NAN
 
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout
-from sparse_attn.ops.indexer.scores import dispatch
+from sparse_attn.ops.indexer.scores import dispatch, reference
+from sparse_attn.ops.indexer.scores.plan import Paged
 from sparse_attn.ops.topk.select.fake import GROUP
+from sparse_attn.testing.compare import assert_same_diff
 
 U8, I32 = torch.uint8, torch.int32
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -87,3 +89,24 @@ def check_highest(launch, rows, width, limits, device):
     torch.testing.assert_close(highest[:rows, : room // GROUP][there], want[there], rtol=0, atol=0, equal_nan=True)
     for around in (wide[rows], wide[:, room:], highest[rows], highest[:, room // GROUP :]):
         assert (around == 12345.0).all()
+
+
+def check_graph_replays(paged, q, cache, layout):
+    """The kernel ``paged`` (Paged) in a captured graph, over two requests whose lengths change between replays."""
+    torch.manual_seed(0)
+    weights, table = torch.randn(2, 64, device="cuda"), torch.randperm(70, device="cuda").int().view(2, 35)
+    lens, out = torch.tensor([[9], [2000]], dtype=torch.int32, device="cuda"), torch.empty(2, 2240, device="cuda")
+    flavour = "mxfp4" if isinstance(layout, IndexMxfp4Layout) else layout.flavour
+
+    def launch():
+        paged(Paged(q, cache, weights, lens, table, 2240, flavour, out))
+
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for new in ([9, 2000], [0, 2240], [700, 1]):
+        lens.copy_(torch.tensor(new, device="cuda")[:, None])
+        graph.replay()
+        assert_same_diff(out, reference.paged_mqa_logits(q, cache, weights, lens, table, 2240, layout.name))

@@ -10,13 +10,6 @@ from conftest import long
 
 from sparse_attn.testing.launches import TARGETS
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
-
-@pytest.fixture(autouse=True)
-def scripts_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
 
 @pytest.mark.aot
 @pytest.mark.parametrize("target", TARGETS)

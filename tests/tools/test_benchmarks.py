@@ -2,12 +2,10 @@
 
 import re
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 SUITES = (
     "decode_bf16", "decode_few_heads", "decode_v32", "decode_v4", "layer_v32", "layer_v4", "layer_v4_mxfp4", "paged_scores", "prefill_chain",
     "prefill_few_heads", "prefill_prompt", "prefill_ragged", "prefill_scores", "prefill_v32", "prefill_v4", "select_decode",
@@ -23,8 +21,7 @@ ALONE = (  # measured against something other than the peers
 
 
 @pytest.fixture(autouse=True)
-def scripts_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+def seeded():
     torch.manual_seed(0)
 
 

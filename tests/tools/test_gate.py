@@ -12,11 +12,6 @@ ROOT = Path(__file__).parents[2]
 TESTS = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
 
 
-@pytest.fixture(autouse=True)
-def scripts_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-
-
 def of_tests(passed=5, failed=0, skipped=0, code=0):
     return {"tests": {"passed": passed, "failed": failed, "skipped": skipped}, "code": code, "seconds": 1.0}
 

@@ -1,14 +1,6 @@
 """What scripts/machine_code.py counts as the same machine code."""
 
-from pathlib import Path
-
 import pytest
-
-
-@pytest.fixture(autouse=True)
-def scripts_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-
 
 SASS = """
 	.section	.text.{kernel},"ax",@progbits

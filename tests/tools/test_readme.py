@@ -1,22 +1,16 @@
 """The README's examples run as they stand, under the backend they name; what compiles serves any length."""
 
 import functools
-import importlib
 import re
 from pathlib import Path
 
 import pytest
+import support_table
 import torch
 from conftest import long
 
 README = Path(__file__).parents[2] / "README.md"
 BLOCKS = re.findall(r"^```python(?: (\w+))?\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-
-
-@pytest.fixture
-def support_table(monkeypatch):
-    monkeypatch.syspath_prepend(str(README.parent / "scripts"))
-    return importlib.import_module("support_table")
 
 
 def code_blocks():
@@ -58,7 +52,7 @@ def test_the_compiled_forward_serves_any_length(length, monkeypatch):
             exec(compile(code[code.index("plan = build_step_plan") :], str(README), "exec"), names)
 
 
-def test_the_support_table_is_what_the_kernels_answer(support_table):
+def test_the_support_table_is_what_the_kernels_answer():
     text = README.read_text()
     assert text == support_table.written(text, support_table.table()), "run scripts/support_table.py --write"
 
@@ -73,7 +67,7 @@ def test_ci_runs_a_row_of_the_table_of_versions():
     assert [f"{a}.{b}.0" for a, b in oldest] == list(rows[0][:3])
 
 
-def test_what_kernels_refuse_is_told_as_what_they_take(support_table):
+def test_what_kernels_refuse_is_told_as_what_they_take():
     refusals = (
         "heads: got 48, allowed: a multiple of 64", "rows: got 9, allowed: at most 8 (7 columns take 16 CTAs)",
         "rows: got 40, allowed: at most 33 (5 columns take 4 CTAs)", "k: got 3, faster up to 2 (at most 5 rows)",

@@ -11,11 +11,6 @@ RECORDS = sorted((ROOT / "scripts" / "results").glob("*.json"))
 MEASUREMENT = ROOT / "scripts" / "results" / "notes" / "measurement.md"
 
 
-@pytest.fixture(autouse=True)
-def scripts_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-
-
 def read(path):
     return json.loads(path.read_text())
 

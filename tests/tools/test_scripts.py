@@ -7,11 +7,6 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-@pytest.fixture(autouse=True)
-def scripts_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-
 def test_gate_reads_junit(tmp_path):
     from gpu_gate import read_junit, slug
 

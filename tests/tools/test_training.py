@@ -1,7 +1,6 @@
 """The training forward gives the logits of the functional one; what trains the shipped models runs end to end."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +12,6 @@ from sparse_attn.spec import CompressedSpec, preset
 
 LENGTH = 300
 TOLERANCE = 1e-3
-
-
-@pytest.fixture(autouse=True)
-def scripts_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
 
 
 def trained(spec, params, tokens, **options):
