@@ -30,7 +30,7 @@ from benchmarks.inputs import (  # noqa: E402
     normal,
     packed,
     prefill_index,
-)  # fmt: skip
+)
 from benchmarks.run import Run  # noqa: E402
 
 from sparse_attn.ops.attention.sparse import sparse_attn_decode, sparse_attn_prefill  # noqa: E402

@@ -21,7 +21,7 @@ from benchmarks.inputs import (
     normal,
     packed,
     prefill_index,
-)  # fmt: skip
+)
 from benchmarks.peers import TOP_K_SCRATCH
 from benchmarks.record import Record
 from benchmarks.registry import suite

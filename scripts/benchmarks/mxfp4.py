@@ -53,9 +53,7 @@ def prefill_scores_mxfp4(run: Run) -> Iterator[Record]:
 
         pairs = int((end - start).sum())
         floor = run.floor(roofline.scores((rows, heads, INDEX_DIM), pairs, context * LAYOUT.row, VALUE_BYTES))
-        yield run.compare(
-            f"rows {rows}, context {context}", [ours], PEER, [theirs], floor, target_ms=20, rest_s=0.4
-        )  # fmt: skip
+        yield run.compare(f"rows {rows}, context {context}", [ours], PEER, [theirs], floor, target_ms=20, rest_s=0.4)
 
 
 @suite("paged_scores_mxfp4")
@@ -68,9 +66,7 @@ def paged_scores_mxfp4(run: Run) -> Iterator[Record]:
         yield _paged(run, cache, fp8_cache, requests, next_n, context)
 
 
-def _paged(
-    run: Run, cache: torch.Tensor, fp8_cache: torch.Tensor, requests: int, next_n: int, context: int
-) -> Record:  # fmt: skip
+def _paged(run: Run, cache: torch.Tensor, fp8_cache: torch.Tensor, requests: int, next_n: int, context: int) -> Record:
     heads = run.pick(HEADS, TINY_HEADS)
     cached = requests * context
     sets = run.sets(cached * (LAYOUT.row + 4 * next_n))

@@ -189,4 +189,4 @@ def _scaled_mm(x: torch.Tensor, weight: PackedWeight) -> Callable[[], torch.Tens
     by_row, by_block = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
     return lambda: F.scaled_mm(
         codes, weight.codes.t(), row_scales, by_row, weight.scales.t(), by_block, output_dtype=torch.bfloat16
-    )  # fmt: skip
+    )

@@ -91,7 +91,7 @@ def _threshold(run: Run, case: str, logits: torch.Tensor, top_k: int) -> Iterato
     passes["ties"] = lambda: count_ties(logits, sums, state, None, ends, block_size=BLOCK)
     passes["winners"] = lambda: take_winners(
         logits, top_k, gathered, higher, threshold, None, ends, block_size=BLOCK, rank=0
-    )  # fmt: skip
+    )
 
     def together() -> object:
         return [call() for call in passes.values()]

@@ -20,7 +20,7 @@ from benchmarks.inputs import (
     mxfp4_query,
     normal,
     packed,
-)  # fmt: skip
+)
 from benchmarks.peers import TOP_K_SCRATCH, padded_heads
 from benchmarks.record import Record
 from benchmarks.registry import suite

@@ -34,7 +34,7 @@ EXPECTED = {
     ("v4", "fp8-e8m0"): ("F8_E4M3", "F8_E8M0", V4 + ".weight", V4 + ".weight_scale_inv"),
     ("v4", "fused"): ("I8", "F8_E8M0", TF, TF + "_scale_inv"),
     ("v4", "bf16"): ("BF16", None, V4 + ".weight", V4 + ".scale"),
-}  # fmt: skip
+}
 
 QUANTISED = (
     "attn.q_a", "attn.q_b", "attn.kv_a", "attn.kv", "attn.o", "attn.o_a", "attn.o_b", "index.q_b", "index.k",

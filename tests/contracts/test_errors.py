@@ -83,7 +83,7 @@ def test_integers_that_are_compared_are_integers(bad):
     } | {
         name: functools.partial(biased_grouped_topk, **route | {name: bad})
         for name in ("top_k", "num_groups", "top_groups")
-    }  # fmt: skip
+    }
     for name, call in calls.items():
         if name == "num_rows" and bad is None:
             continue

@@ -141,7 +141,7 @@ def test_compiled_once_whatever_is_accepted(monkeypatch, name, drafts):
         (dict(speculate=2, drafter=lambda known, lens: known[:, :2].int()), TypeError, "drafter: drafts: got .*int32"),
         (dict(speculate=2, drafter=lambda known, lens: known[:, :3]), ValueError, "drafter: drafts: got shape"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_drafted_is_refused(options, error, message):
     spec = preset("tiny_v32")
     model = Model(spec, random_params(spec, seed=1), cache_layouts(spec, "fp32"))

@@ -25,7 +25,7 @@ REAL = {
     ),
     "glm5 dense": one_layer(glm5(), False, vocab_size=512, dense_intermediate_size=2048),
     "glm5 moe": one_layer(glm5(), True, vocab_size=512, moe=replace(glm5().moe, num_experts=32)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.gpu

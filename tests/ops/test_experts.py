@@ -267,7 +267,7 @@ def test_sorted_rows_and_their_tiles(rows, experts, block_m, device):
     ends = torch.full((experts,), -9, dtype=torch.int32, device=device)
     order_rows[(experts,)](
         ids.to(device), order, spans, place, ends, rows, experts, tiles, BLOCK=64, BLOCK_M=block_m, PDL=False
-    )  # fmt: skip
+    )
     held = [[row for row in range(rows) if ids[row] == expert] for expert in range(experts)]
     flat = sum(held, [])
     assert order.tolist() == flat + [-9] * (rows - len(flat))

@@ -96,7 +96,7 @@ def test_what_no_launch_has_room_for_is_refused():
         layout = IndexFp8Layout(128).name
         query.indexer_q_rope_quant(
             empty(1, many, 128), empty(1, many), positions, empty(9, 64), 0, True, False, 1.0, layout
-        )  # fmt: skip
+        )
     hidden = 4096 * MOST + 1
     with pytest.raises(ValueError, match=f"^streams hidden: got {hidden}"):
         hyper.hyper_merge(empty(1, hidden), empty(1, 1, hidden), empty(1, 1), empty(1, 1, 1))

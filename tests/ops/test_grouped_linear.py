@@ -23,7 +23,7 @@ from sparse_attn.weight_layout import (
     weight_columns,
     weight_rows,
     weight_shape,
-)  # fmt: skip
+)
 
 NAN = float("nan")
 V32 = WeightLayout("e4m3", (128, 128), "fp32")

@@ -149,8 +149,7 @@ def rows_case(rows, keys, heads, kind, clear, repeats=2):
         prefill(Prefill(*arguments, out, clear))
         results.append(memory)
     column = torch.arange(keys, device="cuda")
-    check(results, reference.mqa_logits(*arguments),
-          (column >= start[:, None]) & (column < end[:, None]), clear)  # fmt: skip
+    check(results, reference.mqa_logits(*arguments), (column >= start[:, None]) & (column < end[:, None]), clear)
 
 
 def paged_case(lens, heads, width, *, padding=0, table_width=None, clear=True, repeats=2):

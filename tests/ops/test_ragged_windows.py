@@ -126,7 +126,7 @@ def check_combined(impl, device):
     for dense in (topk[:0].to(device), None):
         got = combine_topk_swa_indices_ragged(
             dense, none, none, none, none, window=3, max_entries=2, num_rows=9, impl=impl
-        )  # fmt: skip
+        )
         assert rows_of(got) == []
 
 

@@ -203,7 +203,7 @@ def test_collectives_of_a_layer(gathered, monkeypatch):
         *([("all_gather", words * 4)] if gathered else by_digits),
         ("all_gather", rows * HEADS * 4),
         ("all_gather", rows * HEADS * LATENT * 4),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("tokens", (1, 5))

@@ -89,9 +89,7 @@ def test_rows_that_are_dealt_and_merged(size, rows):
 
     def run(mesh: Mesh):
         ranks, generator = mesh.context, torch.Generator().manual_seed(mesh.context.rank)
-        local = AttentionOutput(
-            torch.randn(rows, 4, 8, generator=generator), torch.randn(rows, 4, generator=generator)
-        )  # fmt: skip
+        local = AttentionOutput(torch.randn(rows, 4, 8, generator=generator), torch.randn(rows, 4, generator=generator))
         local.lse[:, ranks.rank] = -torch.inf
         sink = torch.arange(4.0)
         own, whole = (merge(local, ranks, sink=sink) for merge in (merge_own_rows, merge_over_ranks))

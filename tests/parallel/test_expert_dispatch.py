@@ -76,9 +76,7 @@ def test_the_way_follows_from_the_mesh_and_a_lone_row():
 def test_a_layer_gives_what_one_process_gives(sizes, name):
     spec = preset(name)
     params = random_params(spec, seed=0)
-    layer = next(
-        one for one in range(spec.num_layers) if isinstance(spec, CompressedSpec) or spec.moe_layers[one]
-    )  # fmt: skip
+    layer = next(one for one in range(spec.num_layers) if isinstance(spec, CompressedSpec) or spec.moe_layers[one])
     prefix = f"layers.{layer}.moe."
     by_table = isinstance(spec, CompressedSpec) and spec.hash_layers[layer]
 
@@ -107,7 +105,7 @@ def test_schedulers_of_data_ranks_step_together(name, options):
         model = Model(spec, shard_params(dict(params), mesh), cache_layouts(spec, "fp32"), "reference", mesh=mesh)
         batching = Batching(
             model, rows=3, num_blocks=3, max_context=48, block_size=16, prefill_tokens=16, snapshots=2, **options
-        )  # fmt: skip
+        )
         for length, new in own:
             batching.submit(prompt[:length], max_new_tokens=new)
         done = sorted(batching.drain())

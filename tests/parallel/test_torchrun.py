@@ -79,7 +79,7 @@ STARTED = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="localhost"
         ("LOCAL_WORLD_SIZE", dict(LOCAL_WORLD_SIZE="3")),
         ("WORLD_SIZE", dict(LOCAL_WORLD_SIZE="1")),
     ),
-)  # fmt: skip
+)
 def test_a_start_that_is_not_torchruns_is_refused_by_the_name_of_its_variable(name, changed, monkeypatch, capsys):
     for variable, value in (STARTED | changed).items():
         monkeypatch.delenv(variable, raising=False)
@@ -246,9 +246,7 @@ def test_drafts(name, grid, tmp_path):
     assert main([*common, "--json", str(tmp_path / "plain.json")]) == 0
     assert main([*common, "--speculate", "2", "--json", str(tmp_path / "one.json")]) == 0
     assert main([*many, "--out", str(tmp_path / "one.jsonl")]) == 0
-    for arguments in (
-        [*common, "--json", str(tmp_path / "all.json")], [*many, "--out", str(tmp_path / "all.jsonl")]
-    ):  # fmt: skip
+    for arguments in ([*common, "--json", str(tmp_path / "all.json")], [*many, "--out", str(tmp_path / "all.jsonl")]):
         running = torchrun(2, *arguments, *grid, "--speculate", "2")
         _, err = running.communicate(timeout=240)
         assert running.returncode == 0, err

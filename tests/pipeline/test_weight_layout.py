@@ -17,7 +17,7 @@ from sparse_attn.weight_layout import (
     weight_entry,
     weight_rows,
     weight_shape,
-)  # fmt: skip
+)
 
 FP8_FP32 = WeightLayout("e4m3", (8, 16), "fp32")
 FP8_E8M0 = WeightLayout("e4m3", (8, 16), "e8m0")

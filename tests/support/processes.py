@@ -87,9 +87,7 @@ def _run_rank(rank: int, size: int, store: str, body: Callable[..., None], argum
 
 
 def mesh_of_grid(grid: Grid) -> Mesh:
-    return make_mesh(
-        tensor=grid.tensor, context=grid.context, data=grid.data, expert=grid.expert, device="cpu"
-    )  # fmt: skip
+    return make_mesh(tensor=grid.tensor, context=grid.context, data=grid.data, expert=grid.expert, device="cpu")
 
 
 def model_of(case: Case, mesh: Mesh = ONE_RANK) -> Model:

@@ -79,9 +79,7 @@ def scores(kind, rows, width, seed=0):
     return x
 
 
-KINDS = (
-    "normal relu grid equal zeros ascending descending special nothing few denormal clustered tailed narrow huge".split()
-)  # fmt: skip
+KINDS = "normal relu grid equal zeros ascending descending special nothing few denormal clustered tailed narrow huge".split()
 
 
 def ranges(rows, width, seed=0):
