@@ -160,12 +160,13 @@ def _check_prefill(call: Prefill) -> None:
     q, weights, k, k_scale, kv_start, kv_end, top_k, flavour, logits_bytes = call
     checks.check_rank("q", q, 3)
     rows, heads, dim = q.shape
-    packed = k_scale is not None and flavour == MXFP4
+    packed = 0
     if k_scale is None:
         checks.check_dtype("q", q, FLOATS)
         checks.check_dtype("k", k, (q.dtype,))
-    elif packed:
+    elif flavour == MXFP4:
         check_mxfp4_keys(q, k, k_scale)
+        packed = k.shape[1] + k_scale.shape[1]
     else:
         checks.check_choice("flavour", flavour, (*FP8_DTYPE, MXFP4))
         for name, value in (("q", q), ("k", k)):
@@ -175,7 +176,7 @@ def _check_prefill(call: Prefill) -> None:
         checks.check_shape("k_scale", k_scale, (k.shape[0],), "[keys]")
     _check_heads(heads)
     if packed:
-        checks.check_shape("q", q, (None, None, k.shape[1] + k_scale.shape[1]), "[rows, heads, dim / 2 + dim / 32]")
+        checks.check_shape("q", q, (None, None, packed), "[rows, heads, dim / 2 + dim / 32]")
     else:
         checks.check_shape("k", k, (None, dim), "[keys, dim]")
     checks.check_unit_stride("q", q)

@@ -100,8 +100,8 @@ def count_digits(
     checks.check_choice("level", level, range(LEVELS))
     for name, value in (("sums", sums), ("state", state)):
         if (value is None) != (level == 0):
-            raise ValueError(f"{name}: got {'None' if value is None else 'a tensor'} for level {level}, allowed: "
-                             "None for level 0 alone")  # fmt: skip
+            got = "None" if value is None else "a tensor"
+            raise ValueError(f"{name}: got {got} for level {level}, allowed: None for level 0 alone")
     if sums is not None and state is not None:
         _check_state(logits, sums, state, level - 1)
     return _count_digits(logits, row_starts, row_ends, sums, state, k, level, impl)

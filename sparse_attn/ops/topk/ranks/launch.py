@@ -122,13 +122,23 @@ def count_digits(
         if plan.threads and interpreting():
             smem = logits.new_zeros((ctas, histogram.WORDS.value), dtype=torch.int32)
         kernels.count_digits[(ctas,)](
-            logits, row_starts, row_ends, sums, state, counts, new_state, smem, width, k, plan.splits,
-            _row_stride(logits, aligned), _stride(row_starts), _stride(row_ends), _stride(sums), _stride(state),
-            _stride(state, 1), SHIFT=SHIFTS[level], DIGITS=1 << BITS[level], UPPER=1 << BITS[max(level - 1, 0)],
-            COLUMNS=plan.columns, ATOMIC=plan.splits > 1, ALIGNED=aligned,
-            ONE=plan.threads > 0 and plan.splits * plan.columns >= width, THREADS=plan.threads,
-            num_warps=plan.num_warps, **pdl.launched(target),
-        )  # fmt: skip
+            *(logits, row_starts, row_ends, sums, state, counts, new_state, smem),
+            width,
+            k,
+            plan.splits,
+            *_row_strides(logits, row_starts, row_ends, aligned),
+            *(_stride(sums), _stride(state), _stride(state, 1)),
+            SHIFT=SHIFTS[level],
+            DIGITS=1 << BITS[level],
+            UPPER=1 << BITS[max(level - 1, 0)],
+            COLUMNS=plan.columns,
+            ATOMIC=plan.splits > 1,
+            ALIGNED=aligned,
+            ONE=plan.threads > 0 and plan.splits * plan.columns >= width,
+            THREADS=plan.threads,
+            num_warps=plan.num_warps,
+            **pdl.launched(target),
+        )
     return counts, new_state
 
 
@@ -148,12 +158,22 @@ def count_ties(
         plan, aligned = plan_blocks(rows, width, target), _aligned(logits, row_starts)
         together, padded = blocks_together(plan, block_size)
         kernels.count_ties[(rows * plan.splits,)](
-            logits, row_starts, row_ends, sums, state, ties, above, new_state, width, ties.shape[1], plan.splits,
-            _row_stride(logits, aligned), _stride(row_starts), _stride(row_ends), _stride(sums), _stride(state),
-            _stride(state, 1), BLOCK_SIZE=block_size, UPPER=1 << BITS[LEVELS - 1], TOGETHER=together, PADDED=padded,
-            ALIGNED=aligned, ONE=plan.splits * together >= ties.shape[1], SAME_SMEM=same_smem(target),
-            num_warps=plan.num_warps, **pdl.launched(target),
-        )  # fmt: skip
+            *(logits, row_starts, row_ends, sums, state, ties, above, new_state),
+            width,
+            ties.shape[1],
+            plan.splits,
+            *_row_strides(logits, row_starts, row_ends, aligned),
+            *(_stride(sums), _stride(state), _stride(state, 1)),
+            BLOCK_SIZE=block_size,
+            UPPER=1 << BITS[LEVELS - 1],
+            TOGETHER=together,
+            PADDED=padded,
+            ALIGNED=aligned,
+            ONE=plan.splits * together >= ties.shape[1],
+            SAME_SMEM=same_smem(target),
+            num_warps=plan.num_warps,
+            **pdl.launched(target),
+        )
     return ties, above, new_state
 
 
@@ -176,13 +196,24 @@ def take_winners(
     plan, aligned = plan_blocks(rows, width, target), _aligned(logits, row_starts)
     share = -(-ties.shape[2] // plan.splits) * block_size  # columns of a CTA
     kernels.take_winners[(rows * plan.splits,)](
-        logits, row_starts, row_ends, ties, above.contiguous(), state, out, width, k, ties.shape[2], rank, plan.splits,
-        _row_stride(logits, aligned), _stride(row_starts), _stride(row_ends), *ties.stride(), _stride(state),
-        _stride(state, 1), RANKS=ties.shape[0], BLOCK_SIZE=block_size, COLUMNS=plan.columns, CHUNK=CHUNK,
-        CHUNKS=ties.shape[2] > CHUNK, SPLIT=plan.splits > 1, ALIGNED=aligned, ONE=share <= plan.columns,
-        SAME_SMEM=same_smem(target), PTX=target.vendor == "nvidia", num_warps=plan.num_warps,
-        **registers(target), **pdl.launched(target),
-    )  # fmt: skip
+        *(logits, row_starts, row_ends, ties, above.contiguous(), state, out),
+        *(width, k, ties.shape[2], rank, plan.splits),
+        *_row_strides(logits, row_starts, row_ends, aligned),
+        *(*ties.stride(), _stride(state), _stride(state, 1)),
+        RANKS=ties.shape[0],
+        BLOCK_SIZE=block_size,
+        COLUMNS=plan.columns,
+        CHUNK=CHUNK,
+        CHUNKS=ties.shape[2] > CHUNK,
+        SPLIT=plan.splits > 1,
+        ALIGNED=aligned,
+        ONE=share <= plan.columns,
+        SAME_SMEM=same_smem(target),
+        PTX=target.vendor == "nvidia",
+        num_warps=plan.num_warps,
+        **registers(target),
+        **pdl.launched(target),
+    )
     return out
 
 
@@ -194,10 +225,14 @@ def pack_candidates(
     if rows:
         target = target_of(logits.device)
         kernels.pack_candidates[(rows,)](
-            logits, columns, row_starts, out, out.view(fake.ties_dtype(block_size)), width, k, out.shape[1],
-            logits.stride(0), columns.stride(0), _stride(row_starts), BLOCK_SIZE=block_size,
-            CANDIDATES=power_of_two(k), BLOCKS=CHUNK, num_warps=PACK_WARPS, **pdl.launched(target),
-        )  # fmt: skip
+            *(logits, columns, row_starts, out, out.view(fake.ties_dtype(block_size))),
+            *(width, k, out.shape[1], logits.stride(0), columns.stride(0), _stride(row_starts)),
+            BLOCK_SIZE=block_size,
+            CANDIDATES=power_of_two(k),
+            BLOCKS=CHUNK,
+            num_warps=PACK_WARPS,
+            **pdl.launched(target),
+        )
     return out
 
 
@@ -211,13 +246,18 @@ def merge_candidates(candidates: torch.Tensor, columns: torch.Tensor, block_size
         smem = None
         if threads and interpreting():
             smem = columns.new_zeros((rows, histogram.WORDS.value))
+        each = counts.shape[2] // words
         kernels.merge_candidates[(rows,)](
-            candidates, counts, columns, out, smem, k, rank, ranks, counts.shape[2] // words,
-            (words - k) * counts.shape[2] // words, candidates.stride(0), candidates.stride(1), columns.stride(0),
-            RANKS=plan.ranks, CANDIDATES=plan.candidates,
-            BLOCKS=MERGED_BLOCKS if threads else PORTABLE_MERGED_BLOCKS, THREADS=threads,
-            num_warps=plan.num_warps, **pdl.launched(target),
-        )  # fmt: skip
+            *(candidates, counts, columns, out, smem),
+            *(k, rank, ranks, each, (words - k) * counts.shape[2] // words),
+            *(candidates.stride(0), candidates.stride(1), columns.stride(0)),
+            RANKS=plan.ranks,
+            CANDIDATES=plan.candidates,
+            BLOCKS=MERGED_BLOCKS if threads else PORTABLE_MERGED_BLOCKS,
+            THREADS=threads,
+            num_warps=plan.num_warps,
+            **pdl.launched(target),
+        )
     return out
 
 
@@ -226,9 +266,11 @@ def _aligned(logits: torch.Tensor, row_starts: torch.Tensor | None) -> bool:
     return row_starts is None and is_aligned(logits)
 
 
-def _row_stride(logits: torch.Tensor, aligned: bool) -> int:
-    """In fours where ``aligned``."""
-    return logits.stride(0) // 4 if aligned else logits.stride(0)
+def _row_strides(
+    logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None, aligned: bool
+) -> tuple[int, int, int]:
+    """Of logits (in fours where ``aligned``), of row_starts and of row_ends."""
+    return logits.stride(0) // 4 if aligned else logits.stride(0), _stride(row_starts), _stride(row_ends)
 
 
 def _stride(tensor: torch.Tensor | None, dim: int = 0) -> int:

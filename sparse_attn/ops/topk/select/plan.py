@@ -137,8 +137,15 @@ class Plan:
         return False
 
 
+class Holding(Plan):
+    """CTAs hold the rows that they select from."""
+
+    def packs(self, rows: int, target: Target) -> bool:
+        return self.ctas(rows) <= target.num_sms
+
+
 @dataclass(frozen=True)
-class SingleCta(Plan):
+class SingleCta(Holding):
     """A CTA holds a row's scores in registers.
 
     slots: scores it holds, a power of two. coalesced: whether columns are staged in shared memory and stored by whole
@@ -164,12 +171,9 @@ class SingleCta(Plan):
     def starts_early(self) -> bool | None:
         return self.spread or None
 
-    def packs(self, rows: int, target: Target) -> bool:
-        return rows <= target.num_sms
-
 
 @dataclass(frozen=True)
-class SingleCtaBf16(Plan):
+class SingleCtaBf16(Holding):
     """A CTA holds a row's scores in registers as bf16, two to a register. chunk: columns read at once. The rest is
     SingleCta's."""
 
@@ -188,12 +192,9 @@ class SingleCtaBf16(Plan):
     def starts_early(self) -> bool | None:
         return self.spread or None
 
-    def packs(self, rows: int, target: Target) -> bool:
-        return rows <= target.num_sms
-
 
 @dataclass(frozen=True)
-class Cluster(Plan):
+class Cluster(Holding):
     """The CTAs of a cluster share a row, each with ``slots`` neighbouring columns in registers. Digits are bits from
     window_shift on."""
 
@@ -207,12 +208,9 @@ class Cluster(Plan):
     def ctas(self, rows: int) -> int:
         return rows * self.ctas_per_row
 
-    def packs(self, rows: int, target: Target) -> bool:
-        return self.ctas(rows) <= target.num_sms
-
 
 @dataclass(frozen=True)
-class GroupMaxima(Plan):
+class GroupMaxima(Holding):
     """A CTA selects k groups by their maxima, then k scores of these groups.
 
     slots: scores of groups it holds, as bf16, at least GROUP * k. maxima: stored for a row, in whole fours. tile:
@@ -239,12 +237,9 @@ class GroupMaxima(Plan):
     reads_group_maxima = True
     starts_early = False
 
-    def packs(self, rows: int, target: Target) -> bool:
-        return rows <= target.num_sms
-
 
 @dataclass(frozen=True)
-class MultiCta(Plan):
+class MultiCta(Holding):
     """CTAs that share a row hold it together, interleaved. The last one to arrive selects among all offers.
 
     slots: scores offered at most. resident: scores a CTA holds. candidates: scores a CTA offers at least. chunk:
@@ -272,9 +267,6 @@ class MultiCta(Plan):
         return max(self.slots // 4, self.resident * self.ctas_per_row // WORD)
 
     starts_early = True
-
-    def packs(self, rows: int, target: Target) -> bool:
-        return self.ctas(rows) <= target.num_sms
 
 
 @dataclass(frozen=True)
