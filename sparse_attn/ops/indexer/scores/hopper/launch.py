@@ -26,17 +26,15 @@ SHORT = 64  # tiles a CTA, up to which a launch is short: the next one may start
 def prefill(call: Prefill, plan: HopperPlan) -> None:
     """A kernel that writes nothing outside the ranges, and where that is to be cleared, another launch."""
     heads, dim = call.q.shape[1:]
-    prefill_kernels.mqa_logits[(plan.ctas,)](
+    operands = (
         TensorDescriptor.from_tensor(call.q.view(FP8).flatten(0, 1), [plan.block_q * heads, dim], _codes(dim, 2)),
         TensorDescriptor.from_tensor(call.k.view(FP8), [BLOCK_KV, dim], _codes(dim, 2)),
         _by_tiles(call.k_scale, call),
         TensorDescriptor.from_tensor(call.weights, [plan.block_q, heads], _values()),
-        call.kv_start,
-        call.kv_end,
-        call.out,
-        *call.out.shape,
-        *call.strides[2:],
-        **_persistent(plan, plan.stages),
+    )
+    ranges, strides = (call.kv_start, call.kv_end, call.out), call.strides[2:]
+    prefill_kernels.mqa_logits[(plan.ctas,)](
+        *operands, *ranges, *call.out.shape, *strides, **_persistent(plan, plan.stages)
     )
     if call.clear:
         clear_outside(call)
@@ -58,68 +56,48 @@ def _decode_and_score(call: Prefill, plan: HopperDecodedPlan) -> None:
     """Decode keys to scratch and score those, whatever the powers of two of their groups."""
     operands, factors, far = call.scratch
     codes, scales = _key_words(call)
-    queries, heads = _packed(call.q)
-    rows, keys = call.out.shape
-    decode_mxfp4.decode_keys[(plan.tiles,)](
-        codes,
-        scales,
-        operands.view(torch.int32),
-        factors,
-        far,
-        keys,
-        codes.stride(0),
-        BLOCK_KV=BLOCK_KV,
-        num_warps=4,
-        maxnreg=32,
-        **pdl.launched(target_of(call.out.device)),
-    )
+    decoded = codes, scales, operands.view(torch.int32), factors, far, call.k.shape[0], codes.stride(0)
+    options = dict(num_warps=4, maxnreg=32, **pdl.launched(target_of(call.out.device)))
+    decode_mxfp4.decode_keys[(plan.tiles,)](*decoded, BLOCK_KV=BLOCK_KV, **options)
+    keys = TensorDescriptor.from_tensor(operands.view(torch.float8_e5m2), [BLOCK_KV, DIM], _codes(DIM, 2))
+    tensors = keys, _by_tiles(factors, call), call.weights, call.kv_start, call.kv_end, call.out, far[plan.tiles :]
+    queries, constants = _packed(call.q, plan)
     prefill_decoded.mqa_logits[(plan.ctas,)](
         queries,
-        TensorDescriptor.from_tensor(operands.view(torch.float8_e5m2), [BLOCK_KV, DIM], _codes(DIM, 2)),
-        _by_tiles(factors, call),
-        call.weights,
-        call.kv_start,
-        call.kv_end,
-        call.out,
-        far[plan.tiles :],
+        *tensors,
         1.0,
-        rows,
-        keys,
+        *call.out.shape,
         queries.stride(0),
         *call.strides,
-        HEADS=heads,
-        BLOCK_Q=plan.block_q,
+        **constants,
         **_persistent(plan, plan.stages),
     )
 
 
 def _score_packed(call: Prefill, plan: HopperPlan, stages: int, far: torch.Tensor | None) -> None:
     """far: see the kernel."""
-    queries, heads = _packed(call.q)
     codes, scales = _key_words(call)
+    keys = TensorDescriptor.from_tensor(codes, [BLOCK_KV, codes.shape[1]], _values())
+    tensors = keys, _by_tiles(scales, call), call.weights, call.kv_start, call.kv_end, call.out
+    queries, constants = _packed(call.q, plan)
     prefill_mxfp4.mqa_logits[(plan.ctas,)](
         queries,
-        TensorDescriptor.from_tensor(codes, [BLOCK_KV, codes.shape[1]], _values()),
-        _by_tiles(scales, call),
-        call.weights,
-        call.kv_start,
-        call.kv_end,
-        call.out,
+        *tensors,
         *call.out.shape,
         queries.stride(0),
         *call.strides,
         far,
         None if far is None else far.shape[0],
-        HEADS=heads,
-        BLOCK_Q=plan.block_q,
+        **constants,
         **_persistent(plan, stages),
     )
 
 
-def _packed(q: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """(rows of MXFP4 queries in words, heads)."""
+def _packed(q: torch.Tensor, plan: HopperPlan) -> tuple[torch.Tensor, dict[str, int]]:
+    """MXFP4 queries as rows of words, and what no descriptor says of them."""
     rows, heads, row = q.shape
-    return torch.as_strided(q, (rows, heads * row), (q.stride(0), 1)).view(torch.int32), heads
+    words = torch.as_strided(q, (rows, heads * row), (q.stride(0), 1)).view(torch.int32)
+    return words, dict(HEADS=heads, BLOCK_Q=plan.block_q)
 
 
 def _key_words(call: Prefill) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,27 +156,14 @@ def _score_paged(
 ) -> None:
     """operands: queries, and the codes and scales of keys. q_strides: of queries that no TMA copies."""
     requests, next_n, heads, _ = call.q.shape
-    early = call.early_dependents
+    early, maxima = call.early_dependents, call.out if call.maxima is None else call.maxima
+    tensors = call.weights, call.context_lens, call.block_table, call.out, maxima
+    blocks = requests * triton.cdiv(next_n, plan.block_q)
+    pdl_tiles = SHORT * plan.ctas if early is None else (2**31 - 1 if early else -1)
+    sizes = blocks, call.cache.shape[0], call.max_context_len, call.block_table.shape[1], pdl_tiles
+    constants = dict(HEADS=heads, BLOCK_Q=plan.block_q, NEXT_N=next_n, CLEAR=call.clear, GROUP=call.group)
     kernels.paged_mqa_logits[(plan.ctas,)](
-        *operands,
-        call.weights,
-        call.context_lens,
-        call.block_table,
-        call.out,
-        call.out if call.maxima is None else call.maxima,
-        requests * triton.cdiv(next_n, plan.block_q),
-        call.cache.shape[0],
-        call.max_context_len,
-        call.block_table.shape[1],
-        SHORT * plan.ctas if early is None else (2**31 - 1 if early else -1),
-        *q_strides,
-        *call.strides,
-        HEADS=heads,
-        BLOCK_Q=plan.block_q,
-        NEXT_N=next_n,
-        CLEAR=call.clear,
-        GROUP=call.group,
-        **_persistent(plan, plan.stages),
+        *operands, *tensors, *sizes, *q_strides, *call.strides, **constants, **_persistent(plan, plan.stages)
     )
 
 

@@ -28,22 +28,10 @@ def _prefill(call: Prefill, plan: PrefillPlan) -> None:
     q, k, k_scale = call.q, call.k, call.k_scale
     rows, keys = call.out.shape
     module, q_strides, constants = _form(call, plan)
+    tensors = q, k, k_scale, call.weights, call.kv_start, call.kv_end, call.out
+    strides = *q_strides, k.stride(0), 0 if k_scale is None else k_scale.stride(0), *call.strides
     module.mqa_logits[(triton.cdiv(keys, plan.block_kv), triton.cdiv(rows, plan.block_q))](
-        q,
-        k,
-        k_scale,
-        call.weights,
-        call.kv_start,
-        call.kv_end,
-        call.out,
-        rows,
-        keys,
-        q.shape[1],
-        *q_strides,
-        k.stride(0),
-        0 if k_scale is None else k_scale.stride(0),
-        *call.strides,
-        **constants,
+        *tensors, rows, keys, q.shape[1], *strides, **constants
     )
 
 
@@ -62,25 +50,12 @@ def paged(call: Paged, plan: PagedPlan) -> None:
     q, cache, block_table = call.q, call.cache, call.block_table
     requests, next_n, heads, _ = q.shape
     module, q_strides, constants = _form(call, plan)
+    tensors = q, cache, call.weights, call.context_lens, block_table, call.out, call.maxima
+    sizes = call.max_context_len, *cache.shape[:2], block_table.shape[1], heads
+    strides = *q_strides, cache.stride(0), *call.strides
+    constants |= dict(NEXT_N=next_n, GROUP=call.group, ONE_ENTRY=plan.one_entry)
     module.paged_mqa_logits[(requests * triton.cdiv(next_n, plan.block_q), plan.ctas_per_block)](
-        q,
-        cache,
-        call.weights,
-        call.context_lens,
-        block_table,
-        call.out,
-        call.maxima,
-        call.max_context_len,
-        *cache.shape[:2],
-        block_table.shape[1],
-        heads,
-        *q_strides,
-        cache.stride(0),
-        *call.strides,
-        NEXT_N=next_n,
-        GROUP=call.group,
-        ONE_ENTRY=plan.one_entry,
-        **constants,
+        *tensors, *sizes, *strides, **constants
     )
 
 
