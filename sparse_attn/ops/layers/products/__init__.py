@@ -255,10 +255,21 @@ def packed_experts(
         checks.check_same_device(x=x, weights=weights, ids=ids, **parts)
         _EXPERTS.passed(new)
     return _packed_experts(
-        x, weights, ids, gate_up.codes.view(torch.uint8), gate_up.scales, gate_up.layout, down.codes.view(torch.uint8),
-        down.scales, down.layout, clamp, down.codes.shape[0] if num_experts is None else num_experts, activations,
-        batch_invariant, impl,
-    )  # fmt: skip
+        x,
+        weights,
+        ids,
+        gate_up.codes.view(torch.uint8),
+        gate_up.scales,
+        gate_up.layout,
+        down.codes.view(torch.uint8),
+        down.scales,
+        down.layout,
+        clamp,
+        down.codes.shape[0] if num_experts is None else num_experts,
+        activations,
+        batch_invariant,
+        impl,
+    )
 
 
 def _check_weight(name: str, weight: PackedWeight, multiple: int) -> None:

@@ -128,19 +128,31 @@ def as_weight(codes: torch.Tensor, scales: torch.Tensor | None, layout: str) -> 
 def problem_of(rows: torch.Tensor, ends: torch.Tensor | None, weight: Weight, batch_invariant: bool = False) -> Problem:
     """Of real tensors or meta ones."""
     n, columns = rows.shape
-    kind, scale, block, whole, scales = PLAIN, "none", (1, 1), True, None
-    codes = weight
     if isinstance(weight, PackedWeight):
         codes, scales, layout = weight
         packed = parse_weight_layout(layout)
         kind, scale, block, whole = packed.codes, packed.scale, packed.block, packed.first_row == 0
+    else:
+        codes, scales, kind, scale, block, whole = weight, None, PLAIN, "none", (1, 1), True
     groups, outputs = codes.shape[:2]
     aligned = _aligned(codes) and (scales is None or scales.stride(-1) == 1)
     rows_aligned = _aligned(rows.squeeze(0)) and (n < 2 or rows.stride(0) >= columns)  # a lone row's stride is any
     return Problem(
-        n, groups, outputs, columns, rows.dtype, ends is not None, kind, scale, block, aligned, batch_invariant,
-        rows_aligned, scales is None or _aligned(scales, 8), whole,
-    )  # fmt: skip
+        rows=n,
+        groups=groups,
+        outputs=outputs,
+        columns=columns,
+        dtype=rows.dtype,
+        ends=ends is not None,
+        codes=kind,
+        scale=scale,
+        block=block,
+        aligned=aligned,
+        batch_invariant=batch_invariant,
+        rows_aligned=rows_aligned,
+        scales_aligned=scales is None or _aligned(scales, 8),
+        whole=whole,
+    )
 
 
 def _aligned(tensor: torch.Tensor, multiple: int = ALIGNMENT) -> bool:

@@ -111,10 +111,19 @@ def _plan(problem: Problem, target: Target, forms: dict[int, Form]) -> StreamPla
     grid = _ctas(tiles, problem.columns // BLOCK_K, form.ctas, target)
     partials = Buffer("partials", (grid, 2, block_m, block_n), torch.float32)
     return StreamPlan(
-        1, block_m, block_n, BLOCK_K, False, 4 * CONSUMERS, form.stages, registers=form.registers,
-        scratch=Scratch((partials,), tiles * CONSUMERS), grid=grid,
-        consumer_registers=form.consumer_registers, together=form.together,
-    )  # fmt: skip
+        tiles=1,
+        block_m=block_m,
+        block_n=block_n,
+        block_k=BLOCK_K,
+        scaled_values=False,
+        num_warps=4 * CONSUMERS,
+        num_stages=form.stages,
+        registers=form.registers,
+        scratch=Scratch((partials,), tiles * CONSUMERS),
+        grid=grid,
+        consumer_registers=form.consumer_registers,
+        together=form.together,
+    )
 
 
 # --- experts
@@ -158,14 +167,24 @@ def plan_experts(problem: ExpertsProblem, target: Target) -> ExpertsPlan:
         Buffer("inner_codes", (problem.rows, intermediate), torch.uint8),
         Buffer("inner_scales", (problem.rows,), torch.float32),
     )
-    scratch = Scratch((
-        Buffer("order", (problem.rows,), torch.int32), Buffer("place", (problem.rows,), torch.int32),
-        Buffer("with_empty", (spans, 3), torch.int32), Buffer("spans", (spans, 3), torch.int32),
-        Buffer("count", (1,), torch.int32), Buffer("inner", (problem.rows, intermediate), dtype),
-        Buffer("terms", (problem.rows, hidden), dtype), *(quantised if fp8 else ()),
-    ))  # fmt: skip
+    scratch = Scratch(
+        (
+            Buffer("order", (problem.rows,), torch.int32),
+            Buffer("place", (problem.rows,), torch.int32),
+            Buffer("with_empty", (spans, 3), torch.int32),
+            Buffer("spans", (spans, 3), torch.int32),
+            Buffer("count", (1,), torch.int32),
+            Buffer("inner", (problem.rows, intermediate), dtype),
+            Buffer("terms", (problem.rows, hidden), dtype),
+            *(quantised if fp8 else ()),
+        )
+    )
     registers = LAUNCH_REGISTERS[CTAS[rows]]
     return ExpertsPlan(
-        block_m=rows, gate_up_block_n=outputs, down_block_n=outputs, num_stages=stages[rows], registers=registers,
+        block_m=rows,
+        gate_up_block_n=outputs,
+        down_block_n=outputs,
+        num_stages=stages[rows],
+        registers=registers,
         scratch=scratch,
-    )  # fmt: skip
+    )

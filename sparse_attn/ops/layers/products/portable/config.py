@@ -14,8 +14,11 @@ from sparse_attn.workspace import Buffer, Scratch
 # Tiles, of as many columns at most, by the rows of a group above which they are taken.
 # Up to 16 rows the weight's bytes bound a product: many CTAs read it, some tiles ahead.
 TILES = {
-    256: Tile(128, 64, 64, 8, 2), 64: Tile(64, 128, 64, 8, 2), 16: Tile(32, 64, 128, 4, 2), 0: Tile(16, 32, 128, 4, 3),
-}  # fmt: skip
+    256: Tile(128, 64, 64, 8, 2),
+    64: Tile(64, 128, 64, 8, 2),
+    16: Tile(32, 64, 128, 4, 2),
+    0: Tile(16, 32, 128, 4, 3),
+}
 # fp32 is multiplied without a matrix unit: few products in a thread, for its operands are many.
 FP32_TILES = {16: Tile(32, 32, 32, 4, 2), 0: Tile(16, 32, 32, 4, 2)}
 INVARIANT_ROWS = 32  # of the tile that is taken, however many rows there are
@@ -107,9 +110,16 @@ def plan_expanded(problem: Problem, target: Target) -> ExpandedPlan:
         tile = EXPANDED_FEW_TILES
     expanded = Buffer("expanded", (problem.groups, most, problem.columns), torch.bfloat16)
     return ExpandedPlan(
-        problem.tiles(tile.rows), tile.rows, tile.outputs, tile.columns, problem.scale == "e8m0", tile.num_warps,
-        tile.num_stages, scratch=Scratch((expanded,)), outputs_at_once=outputs,
-    )  # fmt: skip
+        tiles=problem.tiles(tile.rows),
+        block_m=tile.rows,
+        block_n=tile.outputs,
+        block_k=tile.columns,
+        scaled_values=problem.scale == "e8m0",
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        scratch=Scratch((expanded,)),
+        outputs_at_once=outputs,
+    )
 
 
 def _most_outputs(problem: Problem) -> int:
@@ -190,14 +200,22 @@ def plan_fp8(problem: Problem, target: Target) -> Plan:
     grid.check("outputs", problem.outputs, tile.outputs)
     block_k = GROUP if problem.block[1] % GROUP == 0 else FP8_BLOCK
     row_groups = -(-problem.columns // GROUP)
-    scratch = Scratch((
-        Buffer("rows", (problem.rows, row_groups * GROUP), torch.uint8),
-        Buffer("row_scales", (problem.rows, row_groups), torch.float32),
-    ))  # fmt: skip
+    scratch = Scratch(
+        (
+            Buffer("rows", (problem.rows, row_groups * GROUP), torch.uint8),
+            Buffer("row_scales", (problem.rows, row_groups), torch.float32),
+        )
+    )
     return Plan(
-        problem.tiles(tile.rows), tile.rows, tile.outputs, block_k, False, tile.num_warps, tile.num_stages,
+        tiles=problem.tiles(tile.rows),
+        block_m=tile.rows,
+        block_n=tile.outputs,
+        block_k=block_k,
+        scaled_values=False,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         scratch=scratch,
-    )  # fmt: skip
+    )
 
 
 def _wide_tile(tile: Tile, problem: Problem, target: Target) -> Tile:

@@ -95,10 +95,18 @@ def planned(problem: Problem, tile: Tile, splits: int) -> Plan:
     steps = problem.columns // tile.columns
     splits = -(-steps // -(-steps // max(1, splits))) if steps else 1
     return Plan(
-        problem.tiles(tile.rows), tile.rows, tile.outputs, tile.columns, problem.codes == "e2m1", tile.num_warps,
-        tile.num_stages, splits, 0 if problem.ends or tile.rows >= ROWS[-1] else PREFETCH, tile.registers,
-        _scratch(problem, tile, splits),
-    )  # fmt: skip
+        tiles=problem.tiles(tile.rows),
+        block_m=tile.rows,
+        block_n=tile.outputs,
+        block_k=tile.columns,
+        scaled_values=problem.codes == "e2m1",
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        splits=splits,
+        prefetch=0 if problem.ends or tile.rows >= ROWS[-1] else PREFETCH,
+        registers=tile.registers,
+        scratch=_scratch(problem, tile, splits),
+    )
 
 
 def rows_at_once(problem: Problem, splits: int) -> int:
@@ -144,11 +152,13 @@ def supports_experts(problem: ExpertsProblem, target: Target) -> Support:
 def plan_experts(problem: ExpertsProblem, target: Target) -> ExpertsPlan:
     first, second = (plan(one._replace(rows=1), target).block_k for one in (problem.gate_up, problem.down))
     tokens, (hidden, intermediate) = tokens_at_once(problem), (problem.gate_up.columns, problem.down.columns)
-    scratch = Scratch((
-        Buffer("placed", (tokens, hidden), problem.gate_up.dtype),
-        Buffer("inner", (tokens * problem.k, intermediate), problem.gate_up.dtype),
-        Buffer("terms", (tokens * problem.k, hidden), torch.float32),
-    ))  # fmt: skip
+    scratch = Scratch(
+        (
+            Buffer("placed", (tokens, hidden), problem.gate_up.dtype),
+            Buffer("inner", (tokens * problem.k, intermediate), problem.gate_up.dtype),
+            Buffer("terms", (tokens * problem.k, hidden), torch.float32),
+        )
+    )
     num_stages = 1 if target.interpreted else 3
     return ExpertsPlan(FEW_BLOCK_M, BLOCK_N, 4, first, BLOCK_N, 4, second, num_stages, scratch=scratch)
 
@@ -207,12 +217,24 @@ def planned_sorted(problem: ExpertsProblem, gate_up: Tile, down: Tile) -> Expert
     assert gate_up.rows == down.rows
     hidden, intermediate, dtype = problem.gate_up.columns, problem.down.columns, problem.gate_up.dtype
     tiles = problem.gate_up.groups + problem.rows // gate_up.rows
-    scratch = Scratch((
-        Buffer("placed", (problem.tokens, hidden), dtype), Buffer("order", (problem.rows,), torch.int32),
-        Buffer("spans", (tiles, 3), torch.int32), Buffer("inner", (problem.rows, intermediate), dtype),
-        Buffer("terms", (problem.rows, hidden), dtype),
-    ))  # fmt: skip
+    scratch = Scratch(
+        (
+            Buffer("placed", (problem.tokens, hidden), dtype),
+            Buffer("order", (problem.rows,), torch.int32),
+            Buffer("spans", (tiles, 3), torch.int32),
+            Buffer("inner", (problem.rows, intermediate), dtype),
+            Buffer("terms", (problem.rows, hidden), dtype),
+        )
+    )
     return ExpertsPlan(
-        gate_up.rows, gate_up.outputs, gate_up.num_warps, gate_up.columns, down.outputs, down.num_warps, down.columns,
-        gate_up.num_stages, gate_up.registers, scratch,
-    )  # fmt: skip
+        block_m=gate_up.rows,
+        gate_up_block_n=gate_up.outputs,
+        gate_up_warps=gate_up.num_warps,
+        gate_up_block_k=gate_up.columns,
+        down_block_n=down.outputs,
+        down_warps=down.num_warps,
+        down_block_k=down.columns,
+        num_stages=gate_up.num_stages,
+        registers=gate_up.registers,
+        scratch=scratch,
+    )
