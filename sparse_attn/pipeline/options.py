@@ -24,9 +24,12 @@ class Options:
     activations: str = "exact"
 
     def __post_init__(self):
-        checks.check_at_least("logits_bytes", self.logits_bytes, 0)
-        checks.check_flag("batch_invariant", self.batch_invariant)
-        checks.check_choice("prefill_activations", self.activations, ACTIVATIONS)
+        if type(self.logits_bytes) is not int or self.logits_bytes < 0:  # asked here first: every layer makes one
+            checks.check_at_least("logits_bytes", self.logits_bytes, 0)
+        if type(self.batch_invariant) is not bool:
+            checks.check_flag("batch_invariant", self.batch_invariant)
+        if self.activations not in ACTIVATIONS:
+            checks.check_choice("prefill_activations", self.activations, ACTIVATIONS)
 
     def exact(self) -> Options:
         return self if self.activations == "exact" else replace(self, activations="exact")
