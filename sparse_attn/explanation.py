@@ -132,7 +132,7 @@ def explain(op: str, *args: object, target: Target | str | None = None, **kwargs
     question = ask(name, arguments)
     device = next(value.device for value in arguments if isinstance(value, torch.Tensor))
     runs_on = device if target is None and device.type != "meta" else torch.device("cuda")
-    impl = resolve_impl(impl, runs_on, [kernel.name for kernel in question.kernels])
+    impl = resolve_impl(impl, runs_on, tuple(kernel.name for kernel in question.kernels))
     target, gpu = _target(target, device)
     return _answer(op, question, impl, gpu, target)
 

@@ -20,13 +20,9 @@ def no_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not is_on():
+        if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
             return function(*args, **kwargs)
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return function(*args, **kwargs)
 
     return run
-
-
-def is_on() -> bool:
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")

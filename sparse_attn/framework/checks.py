@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from sparse_attn.framework.torch_private import in_dispatch_mode
+from sparse_attn.framework.torch_private import dispatch_modes
 
 MAX_CAPACITY = 2**31 - 1  # indices that rows hold in all: int32 says where each starts
 
@@ -172,7 +172,7 @@ class Guard:
 
     def new(self, *arguments: object) -> tuple | None:
         """What a call looks like, for ``passed``; None where that has passed already."""
-        if torch.compiler.is_compiling() or in_dispatch_mode():
+        if torch.compiler.is_compiling() or dispatch_modes():
             return UNKNOWN
         looks: list = [torch.is_grad_enabled()]
         waiting = list(arguments)

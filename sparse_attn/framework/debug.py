@@ -22,7 +22,7 @@ import torch
 
 from sparse_attn.framework import streams
 from sparse_attn.framework.dispatch import Choice
-from sparse_attn.framework.torch_private import in_dispatch_mode
+from sparse_attn.framework.torch_private import dispatch_modes
 
 INT32_MAX = 2**31 - 1
 
@@ -51,7 +51,7 @@ def look(name: str, rules: Callable[..., None], *arguments: object, always_on_ho
 
 def on_host(*tensors: torch.Tensor) -> bool:
     """Whether the values of all ``tensors`` lie on the host, and nobody traces what is done with them."""
-    if torch.compiler.is_compiling() or in_dispatch_mode():
+    if torch.compiler.is_compiling() or dispatch_modes():
         return False
     plain = (torch.Tensor, torch.nn.Parameter)
     return all(type(tensor) in plain and tensor.device.type == "cpu" for tensor in tensors)

@@ -7,23 +7,12 @@ Otherwise it costs nothing. Compiled code traces a backward before any is asked 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from sparse_attn.framework.torch_private import OpOverload
 
 NO_BACKWARD, REFUSE = "sparse_attn::no_backward", "sparse_attn::refuse_backward"
-
-
-def wanted(args: Sequence[Any], tensors: Sequence[int]) -> bool:
-    """Whether autograd would follow what is computed from ``args``: tensors or None at the places ``tensors``."""
-    if torch.is_grad_enabled():
-        for place in tensors:
-            if args[place] is not None and args[place].requires_grad:
-                return True
-    return False
 
 
 def end(output: torch.Tensor, name: str, *inputs: torch.Tensor) -> torch.Tensor:

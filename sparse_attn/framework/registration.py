@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sparse_attn import workspace
-from sparse_attn.framework import autocast, checks, debug, gradients, streams
+from sparse_attn.framework import checks, debug, gradients, streams
 from sparse_attn.framework.dispatch import Kernel
 from sparse_attn.framework.target import resolve_impl
 from sparse_attn.framework.torch_private import OpOverload, schema
@@ -68,7 +68,7 @@ def define_op(
         for place, name, kind, check in scalars:
             if type(args[place]) is not kind:
                 check(name, args[place])
-        return gradients.call(overload, qualified, args) if gradients.wanted(args, tensors) else overload(*args)
+        return gradients.call(overload, qualified, args) if followed(args, tensors) else overload(*args)
 
     torch.library.impl(qualified, ("cpu", "cuda"))(real)
     faked = taking(fake, names[:-1])
@@ -78,6 +78,15 @@ def define_op(
     call.fake, call.reference, call.rules, call.launch = faked, referred, ruled, launch
     OPERATORS[name] = call
     return call
+
+
+def followed(args: Sequence[Any], tensors: Sequence[int]) -> bool:
+    """Whether autograd would follow what is computed from ``args``: tensors or None at the places ``tensors``."""
+    if torch.is_grad_enabled():
+        for place in tensors:
+            if args[place] is not None and args[place].requires_grad:
+                return True
+    return False
 
 
 def taking(function: Callable, names: Sequence[str]) -> Callable:
@@ -145,7 +154,7 @@ def _implementation(
                 raise
 
     def real(*args):
-        if end is not None and gradients.wanted(args, tensors):
+        if end is not None and followed(args, tensors):
             return gradients.call(*end, args)
         home = None
         for place in tensors:
@@ -157,7 +166,8 @@ def _implementation(
                 found = f"{names[place]}: got device {value.device}"
                 raise ValueError(f"{name}: {found}, allowed: {home} (that of {names[first]})")
         assert home is not None, "an operator without tensors"
-        if streams.is_current(home) and not autocast.is_on():
+        autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        if not autocast and (home.type == "cpu" or streams.is_current(home)):  # a CPU is asked nothing more
             return run(home, args)
         with streams.entered(home), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return run(home, args)

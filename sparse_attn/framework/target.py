@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +63,8 @@ class Target:
         return self.vendor == "nvidia" and isinstance(self.arch, int) and self.arch >= 90
 
 
-CPU = Target("cpu", "", 1, 1 << 20)
+CPU, INTERPRETED = Target("cpu", "", 1, 1 << 20), Target("cpu", "", 4, 1 << 20, interpreted=True)
+YES = ("1", "true", "on", "yes")
 H200 = Target("nvidia", 90, 132, 232448)
 # Architectures that kernels are compiled for: multiprocessors of a common card, shared memory of a program, a warp.
 TARGETS = {
@@ -81,7 +81,7 @@ TARGETS = {
 
 def interpreting() -> bool:
     """Whether Triton kernels of this process run through Triton's interpreter (TRITON_INTERPRET)."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in YES
 
 
 @functools.cache
@@ -99,12 +99,11 @@ def target_of(device: torch.device) -> Target:
     """The target behind a torch device."""
     if device.type == "cuda":
         return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
-    if interpreting():
-        return Target("cpu", "", 4, 1 << 20, interpreted=True)
-    return CPU
+    return INTERPRETED if os.environ.get("TRITON_INTERPRET", "0").lower() in YES else CPU
 
 
-def resolve_impl(impl: str, device: torch.device, kernels: Sequence[str] = ()) -> str:
+@functools.lru_cache(maxsize=1024)  # every eager call asks
+def resolve_impl(impl: str, device: torch.device, kernels: tuple[str, ...] = ()) -> str:
     """Turn ``impl`` ("auto", "reference", "triton", or one of ``kernels``) into what runs on ``device``: "reference",
     "triton", or that kernel.
 

@@ -15,14 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = (
     "EagerDispatchMode", "OpOverload", "TorchDispatchMode", "all_gather", "all_reduce", "all_to_all",
-    "assert_on_device", "copy_all", "counters", "current_stream", "dynamo_counts", "exported", "exported_as",
-    "fake_mode", "fake_processes", "has_forward_hooks", "in_dispatch_mode", "is_view", "leaves", "map_leaves",
+    "assert_on_device", "copy_all", "counters", "current_stream", "dispatch_modes", "dynamo_counts", "exported",
+    "exported_as", "fake_mode", "fake_processes", "has_forward_hooks", "is_view", "leaves", "map_leaves",
     "mark_sizes", "mark_static_address",
     "no_torch_function", "occupy", "operators", "parameters", "recompile_limit", "run_what_does_not_compile", "schema",
     "storage_key", "stream_handle",
 )  # fmt: skip
 
 leaves, map_leaves = _pytree.tree_iter, _pytree.tree_map
+dispatch_modes = torch._C._len_torch_dispatch_stack  # how many TorchDispatchModes see every operator: tracers are such
 no_torch_function = torch._C._disabled_torch_function_impl  # __torch_function__ of a subclass whose results are tensors
 Named = TypeVar("Named", bound=tuple)
 _streams: dict[tuple[int | None, int], torch.cuda.Stream] = {}  # by device and handle
@@ -173,11 +174,6 @@ def fake_mode() -> AbstractContextManager:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
-
-
-def in_dispatch_mode() -> bool:
-    """Whether a TorchDispatchMode sees every operator: tracers are such, and tensors of theirs may have no values."""
-    return torch._C._len_torch_dispatch_stack() > 0
 
 
 @contextmanager

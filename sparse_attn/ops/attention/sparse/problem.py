@@ -48,8 +48,9 @@ class KvCache(NamedTuple):
     @property
     def strides(self) -> tuple[int, int]:
         """From block to block, and from slot to slot of a block; of one slot, as if there were more."""
-        block_stride, row_stride, _ = self.blocks.stride()
-        return block_stride, row_stride if self.blocks.shape[1] > 1 else self.blocks.shape[2]
+        rows, width, step = *self.cache.shape[-2:], self.cache.stride(-2)
+        block = self.cache.stride(0) if self.cache.dim() == 3 else rows * step
+        return block, step if rows > 1 else width
 
 
 class Call(NamedTuple):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from sparse_attn.framework import checks, gradients
+from sparse_attn.framework import checks
 from sparse_attn.framework.debug import look
-from sparse_attn.framework.registration import define_op
+from sparse_attn.framework.registration import define_op, followed
 from sparse_attn.ops.layers.rope import fake, reference
 from sparse_attn.ops.layers.rope.table import Yarn, inverse_frequencies, rope_table
 
@@ -62,7 +62,7 @@ def apply_rope(
         for name, value in (("interleaved", interleaved), ("inverse", inverse)):
             checks.check_flag(name, value)
         _GUARD.passed(new)
-    if not gradients.wanted((x,), (0,)):
+    if not followed((x,), (0,)):
         return _apply_rope(x, positions, cos_sin, start, interleaved, inverse, impl)
     look("apply_rope", reference.rules, positions, cos_sin)
     return reference.apply_rope(x, positions, cos_sin, start, interleaved, inverse)

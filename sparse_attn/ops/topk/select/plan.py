@@ -82,7 +82,8 @@ class Selection(NamedTuple):
     def strides(self) -> tuple[int, int, int]:
         """Strides of logits (in fours where ``aligned``), of row_starts and of row_ends."""
         stride = self.logits.stride(0)
-        starts, ends = (0 if limit is None else limit.stride(0) for limit in (self.row_starts, self.row_ends))
+        starts = 0 if self.row_starts is None else self.row_starts.stride(0)
+        ends = 0 if self.row_ends is None else self.row_ends.stride(0)
         return stride // 4 if self.aligned else stride, starts, ends
 
     @property
