@@ -8,6 +8,7 @@ import torch
 from support.attention import BLOCK_SIZES, V4, V4_FNUZ, Case, check_case
 from support.extremes import INF
 from support.hopper_attention import LATENT
+from support.launched import compiled_case
 
 from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_decode
 from sparse_attn.framework.target import H200
@@ -97,50 +98,13 @@ def test_attention_that_lets_its_combine_start():
     assert not may_start_early(H200, 200, combine_of(H200, 20, 16, 10))
 
 
-FORMS = {
-    "interleaved": dict(
-        LATENT=LATENT.latent,
-        GROUP=LATENT.group,
-        TOKEN=LATENT.row,
-        SCALES=0,
-        ROPE_OFFSET=LATENT.rope_offset,
-        HAS_EXTRA_CACHE=False,
-    ),
-    "planar": dict(
-        LATENT=V4.latent,
-        GROUP=V4.group,
-        TOKEN=V4.token_bytes,
-        SCALES=V4.scale_bytes,
-        ROPE_OFFSET=V4.rope_offset,
-        HAS_EXTRA_CACHE=False,
-    ),
-}
-FORMS["two caches"] = FORMS["planar"] | dict(HAS_EXTRA_CACHE=True)
-
-
 @pytest.mark.aot
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", ["deepseek_v32 fp8, batch 128, 128 heads", "deepseek_v4, batch 128, 128 heads", "deepseek_v4, window layer"]
+)
 def test_compiles_for_hopper(form):
     """A few scalars of the producers spill; spills of the consumers would serialise the matrix unit."""
-    from sparse_attn.ops.attention.sparse.hopper import decode_fp8
-    from sparse_attn.testing.aot import compile_kernel
-
-    launch, sink = plan(64, 128), form != "two caches"
-    constants = FORMS[form] | dict(
-        PADDED_BLOCKS=True, HAS_SINK=sink, SPLIT=None, INF_LSE=False, lengths=None, extra_lengths=None,
-        CONSUMER_REGISTERS=launch.consumer_registers,
-        PRODUCER_REGISTERS=launch.producer_registers,
-    )  # fmt: skip
-    pointers = dict(
-        q="*bf16", cache="*u8", indices="*i32", indptr="*i32", extra_cache="*u8", extra_indices="*i32",
-        extra_indptr="*i32", sink="*fp32", out="*bf16", lse="*fp32", scales="*fp32",
-    )  # fmt: skip
-    scalars = {name: "i32" for name in decode_fp8.attend.arg_names if name not in pointers | constants}
-    aligned = [name for name in scalars if name.startswith(("stride_q", "stride_out"))]
-    compiled = compile_kernel(
-        decode_fp8.attend, pointers | scalars | dict(scale_log2="fp32"), constants, aligned=aligned,
-        num_warps=launch.num_warps,
-    )  # fmt: skip
+    compiled, *_ = compiled_case(f"sparse_attn_decode: {form}")
     assert compiled.spill_bytes <= 64 and compiled.shared_memory <= H200.shared_memory
     assert compiled.count("HGMMA") and compiled.count("DEPBAR") <= 16 and compiled.count(r"LDG\.E\.128") >= 30
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from support.extremes import INF, INT_MAX, INT_MIN
+from support.launched import compiled_case
 
 from sparse_attn import (
     PlainLayout,
@@ -51,24 +52,9 @@ def test_ctas_take_work_tiles_in_turn():
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("rest, sink", [(True, False), (False, True)])
-def test_compiles_for_hopper_without_spills(rest, sink):
-    from sparse_attn.ops.attention.sparse.hopper import prefill_bf16
-    from sparse_attn.testing.aot import compile_kernel
-
-    pointers = dict(q="*bf16", kv="*bf16", indices="*i32", indptr="*i32", sink="*fp32", out="*bf16", lse="*fp32")
-    pointers |= dict(tile_counter="*i64")
-    chosen = config.plan_prefill_bf16(packed_prefill(4096, 128, ROWS, 4096 * 2048), H200)
-    constants = dict(
-        HAS_ROPE=rest, HAS_SINK=sink, INF_LSE=False, lengths=None, max_logits=None, CONSUMER_REGISTERS=chosen.consumer_registers,
-        PRODUCER_REGISTERS=chosen.producer_registers,
-    )  # fmt: skip
-    scalars = {name: "i32" for name in prefill_bf16.attend.arg_names if name not in pointers | constants}
-    aligned = [name for name in scalars if name.startswith(("stride_q", "stride_kv", "stride_out"))]
-    compiled = compile_kernel(
-        prefill_bf16.attend, pointers | scalars | dict(scale_log2="fp32"), constants, aligned=aligned,
-        num_warps=chosen.num_warps,
-    )  # fmt: skip
+@pytest.mark.parametrize("form", ["deepseek_v32 bfloat16", "deepseek_v4_pro bfloat16"])
+def test_compiles_for_hopper_without_spills(form):
+    (compiled,) = compiled_case(f"sparse_attn_prefill: {form}")
     assert compiled.spill_bytes <= (0 if VERSION < (3, 9) else 120) and compiled.shared_memory <= H200.shared_memory
     assert compiled.count("HGMMA") and compiled.count("LDGSTS") and compiled.count("DEPBAR") <= 16
 

@@ -11,6 +11,7 @@ from conftest import big
 from support.attention import BLOCK_SIZES, V4, V4_FNUZ, Case, check_case, slow_attention
 from support.caches import filled_cache
 from support.extremes import INF
+from support.launched import compiled_case
 from support.ragged import ragged_rows
 
 from sparse_attn.cache import allocate_cache
@@ -20,7 +21,7 @@ from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, Pla
 from sparse_attn.ops.attention import sparse
 from sparse_attn.ops.attention.sparse import reference
 from sparse_attn.ops.attention.sparse.portable import config
-from sparse_attn.ops.attention.sparse.problem import KvCache, packed_decode
+from sparse_attn.ops.attention.sparse.problem import packed_decode
 from sparse_attn.testing import compare
 from sparse_attn.testing.ops import opcheck
 from sparse_attn.types import Ragged
@@ -320,33 +321,9 @@ def test_offsets_beyond_2_31_bytes(block_size):
 @pytest.mark.aot
 def test_kernel_on_hopper():
     """64 heads, one row, two caches."""
-    from sparse_attn.ops.attention.sparse.portable import kernels, launch
-    from sparse_attn.testing.aot import compile_kernel
-
-    cache, indices = allocate_cache(V4, 2, 64, "cpu"), torch.zeros(640, dtype=torch.int32)
-    chosen = config.plan(packed_decode(1, 64, V4, 640, extra=V4), H200)
-    keys = launch.arguments(KvCache(cache, V4, indices, indices), chosen.block_n).constants
-    constants = dict(
-        keys, D_V=512, D_ROPE=0, PAD_V=512, PAD_ROPE=16, SPLIT=chosen.splits > 1, BLOCK_M=chosen.block_m,
-        BLOCK_N=chosen.block_n, STAGES=chosen.num_stages, HOIST=chosen.hoist,
-        INF_LSE=False, lengths=None, extra_lengths=None, max_logits=None,
-    )  # fmt: skip
-    constants |= {f"EXTRA_{name}": value for name, value in keys.items()}
-    pointers = dict(
-        q="*bf16", cache="*u8", indices="*i32", indptr="*i32", extra_cache="*u8", extra_indices="*i32", extra_indptr="*i32",
-        sink="*fp32", lse="*fp32", out="*fp32" if chosen.splits > 1 else "*bf16",
-    )  # fmt: skip
-    scalars = [name for name in kernels.attend.arg_names if name not in constants and name not in pointers]
-    compiled = compile_kernel(
-        kernels.attend,
-        pointers | dict.fromkeys(scalars, "i32") | dict(scale_log2="fp32"),
-        constants,
-        aligned=[name for name in scalars if name.startswith("stride") or name == "heads"],
-        num_warps=chosen.num_warps,
-    )
-    assert compiled.spill_bytes <= (32 if VERSION < (3, 9) else 112), (
-        "a few scalars may spill; a tile that does takes hundreds"
-    )
+    compiled, *_ = compiled_case("sparse_attn_decode: deepseek_v4, batch 1, 64 heads", kernel="portable")
+    few = 32 if VERSION < (3, 9) else 112
+    assert compiled.spill_bytes <= few, "a few scalars may spill; a tile that does takes hundreds"
     assert compiled.shared_memory <= H200.shared_memory
     assert compiled.count("HGMMA")
     assert compiled.count(r"LDGSTS\.E\.BYPASS\.128") >= 9, "a token's nine parts are copied in 16-byte pieces"

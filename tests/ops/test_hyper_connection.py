@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import big
 from expecttest import assert_expected_inline
+from support.launched import compiled_case
 
 from sparse_attn.ops.layers.hyper_connection import hyper_head, hyper_merge, hyper_mix
 from sparse_attn.testing.ops import opcheck, schema
@@ -266,38 +267,7 @@ def test_streams_far_apart():
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("count, hidden", [(3, 7168), (16, 7168)])  # those of published models: scripts/aot.py
-@pytest.mark.parametrize("arch", [90, 80, "gfx942"])
-def test_compiles_ahead_of_time(count, hidden, arch):
-    from sparse_attn.ops.layers.hyper_connection import kernels
-    from sparse_attn.ops.layers.hyper_connection.launch import choose
-    from sparse_attn.testing.aot import compile_kernel
-
-    launch = choose(count, hidden)
-    sizes = dict(COUNT=count, PADDED=1 << (count - 1).bit_length())
-    strides = dict.fromkeys(("hidden", "stride_streams_token", "stride_streams_stream"), "i32")
-    mix = compile_kernel(
-        kernels.mix,
-        strides
-        | dict.fromkeys(("streams", "collapsed"), "*bf16")
-        | dict.fromkeys(("raw", "base", "scale", "post", "comb"), "*fp32")
-        | dict(iterations="i32", eps="fp32", norm_eps="fp32", stride_raw_token="i32"),
-        sizes | dict(COLUMNS=launch.mix_columns),
-        arch=arch,
-        aligned=tuple(strides),
-        num_warps=launch.num_warps,
-    )
-    merge = compile_kernel(
-        kernels.merge,
-        strides
-        | dict.fromkeys(("out", "streams", "merged"), "*bf16")
-        | dict(post="*fp32", comb="*fp32", stride_out_token="i32"),
-        sizes | dict(COLUMNS=launch.merge_columns),
-        arch=arch,
-        aligned=(*strides, "stride_out_token"),
-        num_warps=launch.num_warps,
-    )
-    if arch == 90:
-        assert mix.spill_bytes == merge.spill_bytes == 0
-        if count == 4:
-            assert mix.count(r"LDG\.E\.(64|128)") and merge.count(r"STG\.E\.(64|128)")
+def test_kernels_on_hopper():
+    (mix,), (merge,) = (compiled_case(f"hyper_{name}: deepseek_v4_pro") for name in ("mix", "merge"))
+    assert mix.spill_bytes == merge.spill_bytes == 0
+    assert mix.count(r"LDG\.E\.(64|128)") and merge.count(r"STG\.E\.(64|128)")

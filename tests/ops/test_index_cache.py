@@ -7,6 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 from support.caches import check_nans, nans, poisoned_cache, same
 from support.extremes import INT_MAX, INT_MIN
+from support.launched import compiled_case
 
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout
 from sparse_attn.ops.indexer.keys import gather_indexer_k, indexer_k_quant_and_cache, reference
@@ -263,28 +264,7 @@ def test_opcheck_kernel(device):
 
 @pytest.mark.aot
 def test_kernels_on_hopper():
-    from sparse_attn.ops.indexer.keys import kernels, launch
-    from sparse_attn.testing.aot import compile_kernel
-
-    scalars = ("capacity", "requests", "max_blocks", "num_blocks", "block_size")
-    scalars += ("stride_cache_block", "stride_table_request")
-    gather = compile_kernel(
-        kernels.gather_keys,
-        dict(cache="*u8", block_table="*i32", kv_indptr="*i32", keys="*u8", scales="*fp32")
-        | dict.fromkeys(scalars, "i32"),
-        dict(D=128, RECORD=128, PAD_D=128, FP8=True, SCALES=0, ROWS=launch.GATHER_ROWS),
-        aligned=("stride_cache_block",),
-        num_warps=launch.NUM_WARPS,
-    )
-    assert gather.spill_bytes == 0 and gather.count(r"LDG\.E\.128") and gather.count(r"STG\.E\.128")
-    scalars = ("tokens", "num_slots", "block_size", "stride_k_token", "stride_slot_token", "stride_cache_block")
-    insert = compile_kernel(
-        kernels.insert_keys,
-        dict(k="*bf16", cache="*u8", slot_mapping="*i64") | dict.fromkeys(scalars, "i32"),
-        dict(D=128, RECORD=128, PAD_D=128, FP8=True, MXFP4=False, FNUZ=False, POW2=True)
-        | dict(FP8_MAX=448.0, AMAX_FLOOR=1e-4, TOKENS=launch.WRITE_TOKENS),
-        num_warps=launch.NUM_WARPS,
-        enable_fp_fusion=False,
-    )
-    assert insert.spill_bytes == 0
+    (gather,), (insert,) = (compiled_case(f"{name}: fp8") for name in ("gather_indexer_k", "indexer_k_quant_and_cache"))
+    assert gather.spill_bytes == insert.spill_bytes == 0
+    assert gather.count(r"LDG\.E\.128") and gather.count(r"STG\.E\.128")
     assert "div.rn.f32" in insert.assembly["ptx"] and "div.full" not in insert.assembly["ptx"]

@@ -7,6 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 from support.caches import check_nans, nans, poison, poisoned_cache, same
 from support.extremes import INT_MAX, INT_MIN
+from support.launched import compiled_case
 
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.attention.kv_cache import gather_kv_cache, reference, write_kv_cache
@@ -323,42 +324,12 @@ def test_opcheck_kernel(device):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(
-    "layout", [LatentFp8Layout(512, 64), PlanarFp8Layout(448, 64), PlainLayout("bf16", 512)], ids=lambda x: x.name
-)
-@pytest.mark.parametrize("arch", [90, 80, "gfx942"])
-def test_compiles_ahead_of_time(layout, arch):
-    from sparse_attn.ops.attention.kv_cache import kernels, launch
-    from sparse_attn.testing.aot import compile_kernel
-
-    fp8, planar = layout.dtype == torch.uint8, isinstance(layout, PlanarFp8Layout)
-    pointer = "*u8" if fp8 else "*bf16"
-    record = launch._record(layout, layout.token_bytes if planar else layout.row)
-    scalars = ("capacity", "requests", "max_blocks", "num_blocks", "block_size")
-    scalars += ("stride_cache_block", "stride_table_request")
-    gather = compile_kernel(
-        kernels.gather_rows,
-        dict(cache=pointer, block_table="*i32", kv_indptr="*i32", out="*bf16")
-        | dict.fromkeys(scalars, "i32")
-        | (dict(starts="*i32") if planar else {}),
-        record | dict(ROWS=launch.GATHERED["ROWS"]) | ({} if planar else dict(starts=None)),
-        arch=arch,
-        aligned=("stride_cache_block",),
-        num_warps=launch.GATHERED["num_warps"],
-    )
-    strides = ("stride_latent_token", "stride_rope_token", "stride_slot_token", "stride_cache_block")
-    write = compile_kernel(
-        kernels.write_rows,
-        dict(latent="*bf16", rope="*bf16", cache=pointer, slot_mapping="*i64", num_slots="i32", block_size="i32")
-        | dict.fromkeys(strides, "i32"),
-        record | dict(POW2=planar, FP8_MAX=448.0 if fp8 else 0.0, AMAX_FLOOR=1e-30),
-        arch=arch,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-    if arch == 90:
-        assert gather.spill_bytes == write.spill_bytes == 0
-        assert gather.count(r"LDG\.E\.128") and gather.count(r"STG\.E\.128")
-        assert planar or not gather.count(r"LDG\.E\.U8\b")  # ue8m0 scales are bytes
-        assert not gather.count(r"LDG\.E\.U16\b|STG\.E\.U(8|16)\b")
-        assert ("div.rn.f32" in write.assembly["ptx"]) == fp8 and "div.full" not in write.assembly["ptx"]
+@pytest.mark.parametrize("form", ["deepseek_v32", "deepseek_v4", "deepseek_v4 bf16"])
+def test_kernels_on_hopper(form):
+    """They load and store 16 bytes at once, and divide as the reference does."""
+    (gather,), (write,) = (compiled_case(f"{name}_kv_cache: {form}") for name in ("gather", "write"))
+    assert gather.spill_bytes == write.spill_bytes == 0
+    assert gather.count(r"LDG\.E\.128") and gather.count(r"STG\.E\.128")
+    assert form == "deepseek_v4" or not gather.count(r"LDG\.E\.U8\b")  # ue8m0 scales are bytes
+    assert not gather.count(r"LDG\.E\.U16\b|STG\.E\.U(8|16)\b")
+    assert ("div.rn.f32" in write.assembly["ptx"]) == ("bf16" not in form) and "div.full" not in write.assembly["ptx"]
