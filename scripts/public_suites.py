@@ -129,9 +129,10 @@ def flash_mla_suite(folder: Path, part: int, of: int) -> Iterator[tuple[str, Cou
     for name, run in scripts.items():
         printed = Printed()
         with (
-            mock.patch.dict(os.environ, environment), stand_ins({"flash_mla": package}, folder / "tests"),
+            mock.patch.dict(os.environ, environment),
+            stand_ins({"flash_mla": package}, folder / "tests"),
             contextlib.redirect_stdout(printed),
-        ):  # fmt: skip
+        ):
             ended = outcome(lambda name=name, run=run: to_its_end(name, run))
         yield name, counts_of(printed.getvalue(), ended)
 

@@ -131,8 +131,9 @@ def _rows(name, heads, d_qk, d_v, tokens, dtype, *, keys=2048, sink=False, more=
     return Case("sparse_attn_prefill", name, launch.sparse_attn_prefill, arguments, more, where)
 
 
-def _paged(name, batch, heads, layout, *, extra=None, dtype=BF16, keys=2048, gap=0, sink=False, more=False,
-           where="") -> Case:  # fmt: skip
+def _paged(
+    name, batch, heads, layout, *, extra=None, dtype=BF16, keys=2048, gap=0, sink=False, more=False, where=""
+) -> Case:
     width = layout.latent + layout.rope
     cache = cache_of(layout)
     if gap:

@@ -130,9 +130,10 @@ def test_save_pretrained(tmp_path, original):
     for ours, name in (
         ("embed", "model.embed_tokens.weight"),
         ("layers.1.index.q_b", "model.layers.1.self_attn.compressor.indexer.q_b_proj.weight"),
-        ("layers.2.moe.gate_up", "model.layers.2.mlp.experts.gate_up_proj"), ("head.fn", "model.hc_head.hc_fn"),
+        ("layers.2.moe.gate_up", "model.layers.2.mlp.experts.gate_up_proj"),
+        ("head.fn", "model.hc_head.hc_fn"),
         ("layers.0.attn.o_b", "model.layers.0.self_attn.o_b_proj.weight"),
-    ):  # fmt: skip
+    ):
         torch.testing.assert_close(loaded[ours].data, theirs[name], rtol=0, atol=0)
     both = [theirs[f"model.layers.2.self_attn.compressor.{part}_proj.weight"] for part in ("kv", "gate")]
     torch.testing.assert_close(loaded["layers.2.entry.kv_gate"].data, torch.cat(both), rtol=0, atol=0)

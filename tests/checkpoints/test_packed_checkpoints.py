@@ -436,8 +436,9 @@ def test_the_host_holds_no_more_than_two_tensors_beside(tmp_path):
     spec = replace(tiny_v4(), num_layers=1, layer_kinds=("window",), hash_layers=(False,), hidden_size=256, moe=moe)
     write_published(tmp_path / "large", spec, "fused")
     most = 8 * 8192 * 128
-    assert most == max(value.nbytes for path in (tmp_path / "large").glob("*.safetensors")
-                       for value in load_file(path).values())  # fmt: skip
+    assert most == max(
+        value.nbytes for path in (tmp_path / "large").glob("*.safetensors") for value in load_file(path).values()
+    )
     command = [sys.executable, "-c", LIMITED, str(tmp_path / "large"), str(most)]
     unmapped = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # what is freed goes at once
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | unmapped)

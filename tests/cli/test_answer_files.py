@@ -80,10 +80,11 @@ def test_outputs_of_any_command_are_none_of_its_inputs(asked, capsys):
         (model / name).write_text("{}")
     before = {path: path.read_bytes() for path in (prompt, *model.iterdir())}
     for given in (
-        ["generate", "--prompt-file", prompt, "--json", prompt], ["generate", "--chat", prompt, "--dump-logits", prompt],
+        ["generate", "--prompt-file", prompt, "--json", prompt],
+        ["generate", "--chat", prompt, "--dump-logits", prompt],
         ["plan", "--model", model, "--json", model / "config.json"],
         ["quality", "--model", model, "--json", model / "model-00001-of-00002.safetensors"],
-    ):  # fmt: skip
+    ):
         assert main(list(map(str, given))) == 2 and ", allowed: one that is not read" in capsys.readouterr().err
     assert main(["plan", "--model", str(model), "--json", str(model / "notes.json")]) == 2
     assert "which is read" not in capsys.readouterr().err

@@ -82,8 +82,9 @@ def test_bytes_by_kind_are_those_of_the_files_and_of_what_is_loaded(name, form, 
     assert (form_said_by(read_config(tmp_path)[0], spec) == "bf16") == (form == "bf16")
 
 
-@pytest.mark.parametrize(("name", "ranks"), (("deepseek_v32", 8), ("glm5", 4), ("deepseek_v4_flash", 2),
-                                             ("deepseek_v4_pro", 8)))  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "ranks"), (("deepseek_v32", 8), ("glm5", 4), ("deepseek_v4_flash", 2), ("deepseek_v4_pro", 8))
+)
 def test_shares_of_all_ranks_make_the_whole(name, ranks):
     """Every weight of a share is the whole weight, or a part of it along one dimension."""
     spec = preset(name)

@@ -125,9 +125,10 @@ def test_lines_end_at_newlines_alone(tmp_path):
     "more,message",
     (
         (["--json", "x.json"], "--json: got it, allowed: without --prompts"),
-        (["--logprobs", "1"], "--logprobs: got it"), (["--blocks", "1", "--block-size", "4"], "--blocks: got 1"),
+        (["--logprobs", "1"], "--logprobs: got it"),
+        (["--blocks", "1", "--block-size", "4"], "--blocks: got 1"),
     ),
-)  # fmt: skip
+)
 def test_options_that_do_not_go_with_prompts(tmp_path, capsys, more, message, monkeypatch):
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "in.jsonl", [{"id": 0, "prompt": "text"}])

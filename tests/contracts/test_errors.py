@@ -91,8 +91,9 @@ def test_integers_that_are_compared_are_integers(bad):
             call()
 
 
-ROUTES = dict(logits=torch.zeros(2, 8), tokens=torch.zeros(2, dtype=torch.int32),
-              table=torch.zeros(9, 2, dtype=torch.int32))  # fmt: skip
+ROUTES = dict(
+    logits=torch.zeros(2, 8), tokens=torch.zeros(2, dtype=torch.int32), table=torch.zeros(9, 2, dtype=torch.int32)
+)
 
 
 @pytest.mark.parametrize("call, error, message", [

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 import triton
 import triton.language as tl
 from conftest import big, long
+from support.processes import run_processes
 from support.ranks import CASES, Case, by_candidates, combined, dealt_rows, over_ranks, run_rank, whole_rows
 
 from sparse_attn import top_k_per_row
@@ -246,14 +246,4 @@ def test_processes_with_gloo(tmp_path):
     """Selection to the bit, merged attention with a sink counted once, four collectives, in groups of 2 and 3 processes.
     SPARSE_ATTN_LONG: of 4, too, and compiled as eager. They are spawned: a forked child of threads may hang."""
     size = 4 if long() else 3
-    running = multiprocessing.start_processes(
-        run_rank, args=(size, str(tmp_path / "store"), long()), nprocs=size, start_method="spawn", join=False
-    )
-    try:
-        for _ in range(20):
-            if running.join(timeout=6):
-                return
-        pytest.fail("the processes have not ended after two minutes")
-    finally:
-        for process in running.processes:
-            process.kill()
+    run_processes(size, run_rank, tmp_path, size, long())

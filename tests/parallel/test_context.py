@@ -228,9 +228,10 @@ def test_slots_of_a_rank():
     slots = torch.tensor([-1, 0, 3, 4, 7, 8, 12, 15, 24, -(2**40)])
     own = [own_slots(slots, Ranks(3, rank, "g"), block_size=4).tolist() for rank in range(3)]
     assert own == [
-        [-1, 0, 3, -1, -1, -1, 4, 7, 8, -1], [-1, -1, -1, 0, 3, -1, -1, -1, -1, -1],
+        [-1, 0, 3, -1, -1, -1, 4, 7, 8, -1],
+        [-1, -1, -1, 0, 3, -1, -1, -1, -1, -1],
         [-1, -1, -1, -1, -1, 0, -1, -1, -1, -1],
-    ]  # fmt: skip
+    ]
     assert own_slots(slots, ALONE, block_size=4) is slots
 
 

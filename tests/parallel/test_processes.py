@@ -85,8 +85,9 @@ def test_drafts_and_compiled_steps(tmp_path):
 def test_readers(size, grids, tmp_path):
     cases = [
         Case(name, grid, lengths=(300, 2, 150), block_size=128 if name == "reader-v4" else 16)
-        for name in ("reader-v32", "reader-v4") for grid in grids
-    ]  # fmt: skip
+        for name in ("reader-v32", "reader-v4")
+        for grid in grids
+    ]
     write_alone(cases, tmp_path)
     run_processes(size, compare_with_one, tmp_path, cases, tmp_path)
 

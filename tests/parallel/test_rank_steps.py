@@ -119,8 +119,9 @@ def test_a_step_that_drafts_sends_what_is_counted(name, as_rank, drafts):
 @pytest.mark.parametrize(
     ("name", "as_rank"),
     (("tiny_v4", GRIDS[3]), ("tiny_v32", GRIDS[1]), ("tiny_glm5", GRIDS[3]), ("tiny_v4", GRIDS[2])),
-    indirect=["as_rank"], ids=str,
-)  # fmt: skip
+    indirect=["as_rank"],
+    ids=str,
+)
 def test_a_rank_compiles_as_often_as_one_process(name, as_rank, monkeypatch):
     """fullgraph, dynamic: prefill and decode once for one prompt, once for several."""
     torch.compiler.reset()

@@ -126,8 +126,9 @@ def indexer_q_rope_quant(draw):
             q[row], weights[row] = NAN, NAN
     coarse = ROUNDED[dtype] if dtype != torch.float32 else ROUNDED[getattr(layout, "dtype", dtype)] \
         if isinstance(layout, PlainLayout) else ROUNDED[dtype]  # fmt: skip
-    return dict(q=q, weights=weights, **turned, hadamard=flag(draw) and dim & (dim - 1) == 0, weight_scale=0.7,
-                layout=layout), dict(level=tuple(4 * bound for bound in coarse))  # fmt: skip
+    return dict(
+        q=q, weights=weights, **turned, hadamard=flag(draw) and dim & (dim - 1) == 0, weight_scale=0.7, layout=layout
+    ), dict(level=tuple(4 * bound for bound in coarse))
 
 
 # Scores.
@@ -265,8 +266,9 @@ def take_winners(draw):
     own, above = counted(given["logits"], state, given["row_starts"], given["row_ends"], block_size, dtype)
     rank = some(draw, 0, ranks - 1)
     ties[rank] = own
-    return dict(**given, k=some(draw, 1, width + 3), ties=ties, above=above, state=state, block_size=block_size,
-                rank=rank), {}  # fmt: skip
+    return dict(
+        **given, k=some(draw, 1, width + 3), ties=ties, above=above, state=state, block_size=block_size, rank=rank
+    ), {}
 
 
 def own_highest(given, k):
@@ -377,9 +379,10 @@ def build_ragged_indices_from_dense(draw):
 def mapped(draw, tokens):
     requests, columns = some(draw, 0, 3), some(draw, 0, 3)
     return dict(
-        request_ids=free(draw, ints(draw, (tokens,), -1, requests)), block_table=table(draw, requests, columns, 9),
+        request_ids=free(draw, ints(draw, (tokens,), -1, requests)),
+        block_table=table(draw, requests, columns, 9),
         block_size=pick(draw, (1, 3, 4)),
-    )  # fmt: skip
+    )
 
 
 def compute_global_topk_ragged_indices_and_indptr(draw):
@@ -469,9 +472,10 @@ def calls(draw, name):
 
 def defaults(function, arguments):
     given = {
-        name: parameter.default for name, parameter in inspect.signature(function).parameters.items()
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
         if parameter.default is not inspect.Parameter.empty and name != "impl"
-    }  # fmt: skip
+    }
     return given | arguments
 
 

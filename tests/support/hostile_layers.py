@@ -201,9 +201,10 @@ def linear(draw):
     rows, columns, outputs = some(draw, 0, 4), some(draw, 1, 5), some(draw, 1, 4)
     dtype = pick(draw, (torch.float32, torch.bfloat16))
     return dict(
-        x=free(draw, _small(draw, rows, columns).to(dtype)), weight=free(draw, _small(draw, outputs, columns).to(dtype)),
+        x=free(draw, _small(draw, rows, columns).to(dtype)),
+        weight=free(draw, _small(draw, outputs, columns).to(dtype)),
         batch_invariant=pick(draw, (False, True)),
-    ), dict()  # fmt: skip
+    ), dict()
 
 
 def grouped_linear(draw):
@@ -260,8 +261,9 @@ def streams_of(draw, mixes):
 
 def hyper_mix(draw):
     dtype, streams, weights = streams_of(draw, lambda count: (2 + count) * count)
-    return dict(streams=streams, **weights, scale=floats(draw, (3,)), iterations=some(draw, 1, 4), eps=1e-6,
-                norm_eps=1e-5), dict(level=tuple(10 * x for x in ROUNDED[dtype]))  # fmt: skip
+    return dict(
+        streams=streams, **weights, scale=floats(draw, (3,)), iterations=some(draw, 1, 4), eps=1e-6, norm_eps=1e-5
+    ), dict(level=tuple(10 * x for x in ROUNDED[dtype]))
 
 
 def hyper_head(draw):

@@ -139,12 +139,14 @@ def over_mesh(work: Callable[[Mesh], Result], **sizes: int) -> list[Result]:
             return ranks
         others = {"expert": ("inner",)}.get(name, tuple({"tensor", "context", "data"} - {name}))
         members = [
-            other for other in range(size)
+            other
+            for other in range(size)
             if all(held[other][one] == held[place][one] for one in others)
             and (name != "expert" or other // run == place // run)
-        ]  # fmt: skip
+        ]
         return replace(ranks, group=" ".join(map(str, (name, *members))))
 
-    meshes = [Mesh(**{name: named(place, name) for name in ("tensor", "context", "data", "expert")})
-              for place in range(size)]  # fmt: skip
+    meshes = [
+        Mesh(**{name: named(place, name) for name in ("tensor", "context", "data", "expert")}) for place in range(size)
+    ]
     return over_threads(size, lambda ranks: work(meshes[ranks.rank]), _Grid(size))

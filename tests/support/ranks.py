@@ -120,22 +120,14 @@ def combined(winners: list[torch.Tensor], case: Case) -> torch.Tensor:
     return torch.where(ascending < most, ascending, -1)[:, :k]
 
 
-def run_rank(rank: int, size: int, store: str, compiled: bool) -> None:
+def run_rank(rank: int, size: int, compiled: bool) -> None:
     """All cases in groups of 2 to ``size`` processes; an assertion that fails ends the process."""
-    import datetime
-
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60)
-    )
     for members in range(2, size + 1):
         group = dist.new_group(list(range(members)))
         if rank < members:
             run_group(Ranks(members, rank, group.group_name), group, compiled)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def run_group(ranks: Ranks, group, compiled: bool) -> None:

@@ -56,8 +56,9 @@ class Warp:
         self.number = number
         self.at = np.zeros(32, np.int64)  # the next instruction of every lane
         self.registers: dict[str, Lanes] = {
-            "%tid.x": (LANES + 32 * number).astype(np.uint64), "%laneid": LANES.astype(np.uint64)
-        }  # fmt: skip
+            "%tid.x": (LANES + 32 * number).astype(np.uint64),
+            "%laneid": LANES.astype(np.uint64),
+        }
         self.waits = self.ended = False
         self.products: list[Callable[[], None]] = []  # wgmma that may still have to run, of no group yet
         self.groups: list[list[Callable[[], None]]] = []
