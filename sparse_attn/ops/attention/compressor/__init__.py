@@ -84,24 +84,20 @@ def compress_and_cache(
 
     Mutates ``state`` and ``cache``. Raises ValueError or TypeError for other arguments.
     """
-    if new := _GUARD.new(
-        kv,
-        gate,
-        position_bias,
-        norm_weight,
-        positions,
-        request_ids,
-        state,
-        state_table,
-        cache,
-        slot_mapping,
-        cos_sin,
-        ratio,
-        overlap,
-        rope_start,
-        hadamard,
-        layout,
-    ):
+    tensors = dict(
+        kv=kv,
+        gate=gate,
+        position_bias=position_bias,
+        norm_weight=norm_weight,
+        positions=positions,
+        request_ids=request_ids,
+        state=state,
+        state_table=state_table,
+        cache=cache,
+        slot_mapping=slot_mapping,
+        cos_sin=cos_sin,
+    )
+    if new := _GUARD.new(*tensors.values(), ratio, overlap, rope_start, hadamard, layout):
         checks.check_dtype("kv", kv, (torch.float32,))
         checks.check_rank("kv", kv, 2)
         (tokens, width), parts = kv.shape, 2 if overlap else 1
@@ -159,13 +155,6 @@ def compress_and_cache(
             raise ValueError(f"rope_start: got {rope_start} for {rotated} rotated values, allowed: {inside}")
         if hadamard and layout.dim & (layout.dim - 1):
             raise ValueError(f"hadamard: got an entry of {layout.dim} values, allowed: powers of two")
-        checks.check_same_device(
-            kv=kv, gate=gate, position_bias=position_bias, norm_weight=norm_weight, positions=positions,
-            request_ids=request_ids, state=state, state_table=state_table, cache=cache, slot_mapping=slot_mapping,
-            cos_sin=cos_sin,
-        )  # fmt: skip
+        checks.check_same_device(**tensors)
         _GUARD.passed(new)
-    _compress_and_cache(
-        kv, gate, position_bias, norm_weight, positions, request_ids, state, state_table, cache, slot_mapping, cos_sin,
-        ratio, overlap, eps, rope_start, hadamard, layout.name, impl,
-    )  # fmt: skip
+    _compress_and_cache(*tensors.values(), ratio, overlap, eps, rope_start, hadamard, layout.name, impl)
