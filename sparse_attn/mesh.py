@@ -56,61 +56,66 @@ class Mesh:
     """The ranks of one process.
 
     tensor: each holds its heads, its part of the inner width of MLPs, and its rows of the vocabulary. context: each
-    holds its blocks of the paged caches. data: each serves requests of its own. expert: each holds its own routed
-    experts. Tensor and context ranks compute the same tokens. Where there are more expert ranks than those, data ranks
-    share experts: they run every step together, with as many rows (pipeline.parallel.experts).
+    holds its blocks of the paged caches. Tensor and context ranks are one replica: they compute the same tokens. data:
+    replicas, each of which serves requests of its own. expert: each rank holds its own routed experts. Where there are
+    more of these than a replica has ranks, replicas share experts: they run every step together, with as many rows
+    (pipeline.parallel.experts).
 
-    routed: the ranks that sum what routed and shared experts give, and cut shared experts among them: those of tensor
-    or of expert, whichever are more. Where there are fewer expert ranks than tensor ranks, the rest of the tensor ranks
-    cut the experts' inner width: inner, whose collectives go over routed.
+    expert_tensor: the ranks that shard the inner width of the same experts, where there are fewer expert ranks than
+    tensor ranks. expert_sum: the ranks that shard the shared experts, and over which outputs of all experts are summed:
+    those of tensor or of expert, whichever are more. Collectives of expert_tensor go over them, too.
 
-    dealt: where there are context ranks, the mesh of a step whose rows are dealt out to them: to experts, they are data
-    ranks. None: there are none.
+    sharded: where there are context ranks, the mesh of a step whose rows are sharded over them: to experts, each is a
+    replica then. None: there are none.
     """
 
     tensor: Ranks = ALONE
     context: Ranks = ALONE
     data: Ranks = ALONE
     expert: Ranks = ALONE
-    routed: Ranks = field(init=False)
-    inner: Ranks = field(init=False)
-    dealt: Mesh | None = field(init=False, repr=False, compare=False)
+    expert_sum: Ranks = field(init=False)
+    expert_tensor: Ranks = field(init=False)
+    sharded: Mesh | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
         tensor, expert = self.tensor, self.expert
         check_expert(expert.size, tensor.size, self.context.size, self.data.size)
         more = max(tensor.size, expert.size)
-        routed, cut = (tensor if tensor.size >= expert.size else expert), more // expert.size
-        place = (self.data.rank * self.alike + self.context.rank * tensor.size + tensor.rank) % more
-        if expert.rank != place // cut:
-            raise ValueError(f"expert: got rank {expert.rank}, allowed: {place // cut} in this grid")
-        object.__setattr__(self, "routed", routed)
-        object.__setattr__(self, "inner", Ranks(cut, place % cut, routed.group if cut > 1 else None))
-        context, data, dealt = self.context, self.data, None
+        summed, parts = (tensor if tensor.size >= expert.size else expert), more // expert.size
+        place = (self.data.rank * self.replica_size + self.context.rank * tensor.size + tensor.rank) % more
+        if expert.rank != place // parts:
+            raise ValueError(f"expert: got rank {expert.rank}, allowed: {place // parts} in this grid")
+        object.__setattr__(self, "expert_sum", summed)
+        object.__setattr__(self, "expert_tensor", Ranks(parts, place % parts, summed.group if parts > 1 else None))
+        context, data, sharded = self.context, self.data, None
         if context.size > 1:
             # No collective goes over data ranks, so the group, which is not that of all of these, is never asked for.
             both = Ranks(context.size * data.size, data.rank * context.size + context.rank, context.group)
-            dealt = Mesh(tensor=tensor, data=both, expert=expert)
-        object.__setattr__(self, "dealt", dealt)
+            sharded = Mesh(tensor=tensor, data=both, expert=expert)
+        object.__setattr__(self, "sharded", sharded)
+
+    def __setstate__(self, state: dict) -> None:
+        """Of a pickle: what follows from the four dimensions had other names until 0.2."""
+        self.__init__(**{name: state[name] for name in ("tensor", "context", "data", "expert")})
 
     @property
     def size(self) -> int:
         """Processes in all."""
-        return self.alike * self.data.size
+        return self.replica_size * self.data.size
 
     @property
-    def alike(self) -> int:
+    def replica_size(self) -> int:
         """Processes that compute the same tokens."""
         return self.tensor.size * self.context.size
 
     @property
-    def sharing(self) -> int:
-        """Groups of such processes, each with tokens of its own, that share routed experts; 1: none does."""
-        return max(1, self.expert.size // self.alike)
+    def expert_replicas(self) -> int:
+        """Replicas that share routed experts; 1: none does."""
+        return max(1, self.expert.size // self.replica_size)
 
-    def of_rows(self, dealt: bool) -> Mesh:
-        """The mesh that experts see: that of dealt rows where a step's rows are dealt out to context ranks."""
-        return self.dealt if dealt and self.dealt is not None else self
+    def for_rows(self, sharded: bool) -> Mesh:
+        """The mesh that experts see in a step whose rows are ``sharded`` over context ranks, or not."""
+        return self.sharded if sharded and self.sharded is not None else self
 
 
 ONE_RANK = Mesh()

@@ -62,7 +62,7 @@ def _measured(run: Run, title: str, model: Model, options: dict[str, Any]) -> It
     )  # fmt: skip
     spent: defaultdict[str, float] = defaultdict(float)
     begins, ends = ("admit", "keep", "start", "begin"), ("decode", "deliver", "sweep", "free")
-    held = {name: getattr(scheduler.seats, name, None) or getattr(scheduler, "_" + name) for name in begins + ends}
+    held = {name: getattr(scheduler.admission, name, None) or getattr(scheduler, "_" + name) for name in begins + ends}
     # the log-probability of what a step draws is the step's own, as its draw is
     with (
         mock.patch.object(scheduling, "prefill_step", _timed(spent, "prefill", scheduling.prefill_step)),

@@ -70,7 +70,7 @@ def grids(spec: Spec | CompressedSpec) -> dict[str, dict[str, int]]:
 
 
 def deals(spec: Spec | CompressedSpec, sizes: dict[str, int]) -> bool:
-    """Whether the model can be dealt out so: tensor ranks divide heads and their groups."""
+    """Whether the model can be sharded so: tensor ranks divide heads and their groups."""
     try:
         check_mesh(spec, planned_mesh(**sizes))
     except ValueError:

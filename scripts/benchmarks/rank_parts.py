@@ -115,9 +115,9 @@ def _layer(
         with copies():
             return merge_over_ranks(attend_own(at), RANKS)
 
-    dealt = calls(lambda at: attend(at, dims.heads // SIZE, rows[at]))
-    yield _beside(run, f"attention, {case}", calls(attend_own), dealt)
-    yield _beside(run, f"attention and merge, {case}", calls(attend_and_merge), dealt)
+    sharded = calls(lambda at: attend(at, dims.heads // SIZE, rows[at]))
+    yield _beside(run, f"attention, {case}", calls(attend_own), sharded)
+    yield _beside(run, f"attention and merge, {case}", calls(attend_and_merge), sharded)
 
 
 def _beside(run: Run, case: str, ours: Calls, theirs: Calls, floor_us: float | None = None) -> Record:

@@ -257,7 +257,7 @@ def _moe(moe: MoeSpec, hidden: int, bounds: Bounds, target: Target) -> Iterator[
     of."""
     mesh, value, top_k = bounds.mesh, bounds.dtype.itemsize, moe.experts_per_token
     yield hidden * FP32 + moe.num_experts * 2 * FP32
-    if mesh.sharing == 1 and (mesh.dealt is None or mesh.dealt.sharing == 1):
+    if mesh.expert_replicas == 1 and (mesh.sharded is None or mesh.sharded.expert_replicas == 1):
         yield from _experts(moe, hidden, bounds, target)
         return
     decode, prefill = bounds.max_batch * bounds.next_n, bounds.max_batched_tokens
@@ -272,10 +272,10 @@ def _moe(moe: MoeSpec, hidden: int, bounds: Bounds, target: Target) -> Iterator[
 def _experts(moe: MoeSpec, hidden: int, bounds: Bounds, target: Target) -> Iterator[int]:
     """Behind the router, of one row that a rank runs its experts for."""
     mesh, value, top_k = bounds.mesh, bounds.dtype.itemsize, moe.experts_per_token
-    inner, experts = moe.intermediate_size // mesh.inner.size, moe.num_experts // mesh.expert.size
+    inner, experts = moe.intermediate_size // mesh.expert_tensor.size, moe.num_experts // mesh.expert.size
     routed = top_k * (FP32 + INT32)
     copies = 3 if mesh.expert.size == 1 else 4  # of what experts give; one without that of other ranks' experts
-    if mesh.routed.size > 1:
+    if mesh.expert_sum.size > 1:
         routed += top_k * (INT32 + 1) + 2 * hidden * value
     if takes_grouped(moe, hidden, bounds.dtype, target.vendor != "cpu", mesh=mesh):
         routed += top_k * (INT32 + 2 * INT64)
@@ -292,4 +292,4 @@ def _experts(moe: MoeSpec, hidden: int, bounds: Bounds, target: Target) -> Itera
         yield (
             routed + experts * ((hidden + inner) * value + hidden * (_widened(value) + FP32)) + hidden * (FP32 + value)
         )
-    yield routed + hidden * value + _mlp(moe.num_shared * moe.intermediate_size // mesh.routed.size, hidden, value)
+    yield routed + hidden * value + _mlp(moe.num_shared * moe.intermediate_size // mesh.expert_sum.size, hidden, value)

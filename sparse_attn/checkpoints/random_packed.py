@@ -28,7 +28,7 @@ def random_packed_params(
 
     form: of checkpoints.formats. dtype: of weights that are not packed. Codes are random bytes, none NaN; scales give a
     weight unit gain. Values depend on the kind of device. mesh: whose part of the weights is drawn. All ranks draw
-    alike, so what lies on each of them is the same; what is dealt out is not one process's. ValueError for a form that
+    alike, so what lies on each of them is the same; what is sharded is not one process's. ValueError for a form that
     the architecture does not have. mtp: with a layer of multi-token prediction.
     """
     made = form_of(spec, form)

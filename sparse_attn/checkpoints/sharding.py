@@ -1,6 +1,6 @@
 """What a rank holds of every weight: its own rows, columns and experts, by the mesh.
 
-Heads, inner widths and experts are dealt out evenly and in order, so a rank's part is one run of a dimension, or two
+Heads, inner widths and experts are sharded evenly and in order, so a rank's part is one run of a dimension, or two
 where gate and up lie one behind the other. The vocabulary is padded to as many rows on every rank. Everything else lies
 on every rank.
 """
@@ -18,7 +18,7 @@ from sparse_attn.models.shapes import Shapes
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.weight_layout import PackedWeight, Weight, weight_part, weight_shape
 
-# (dimension of the mesh, dimension of the weight), and runs of that dimension which are dealt out each.
+# (dimension of the mesh, dimension of the weight), and runs of that dimension which are sharded each.
 CUTS: dict[str, tuple[tuple[str, int, int], ...]] = {
     "embed": (("tensor", 0, 1),),
     "lm_head": (("tensor", 0, 1),),
@@ -31,13 +31,13 @@ CUTS: dict[str, tuple[tuple[str, int, int], ...]] = {
     "attn.o_b": (("tensor", 1, 1),),
     "mlp.gate_up": (("tensor", 0, 2),),
     "mlp.down": (("tensor", 1, 1),),
-    "moe.gate_up": (("expert", 0, 1), ("inner", 1, 2)),
-    "moe.down": (("expert", 0, 1), ("inner", 2, 1)),
-    "moe.shared_gate_up": (("routed", 0, 2),),
-    "moe.shared_down": (("routed", 1, 1),),
+    "moe.gate_up": (("expert", 0, 1), ("expert_tensor", 1, 2)),
+    "moe.down": (("expert", 0, 1), ("expert_tensor", 2, 1)),
+    "moe.shared_gate_up": (("expert_sum", 0, 2),),
+    "moe.shared_down": (("expert_sum", 1, 1),),
 }
 PADDED = ("embed", "lm_head")
-DEALT = (
+SHARDED = (
     "over tensor ranks: heads, vocabulary, inner width of MLPs; over expert ranks: routed experts; over context ranks: "
     "paged caches"
 )
@@ -90,14 +90,15 @@ def rank_shapes(shapes: Shapes, mesh: Mesh) -> Shapes:
 
 
 def check_mesh(spec: Spec | CompressedSpec, mesh: Mesh) -> None:
-    """ValueError where a model cannot be dealt out over the mesh."""
+    """ValueError where a model cannot be sharded over the mesh."""
     inner, moe = spec.moe.intermediate_size, spec.moe
     counts = [("tensor", spec.num_heads, "heads"), ("expert", moe.num_experts, "experts")]
     if isinstance(spec, CompressedSpec):
         counts.append(("tensor", spec.o_groups, "groups of heads"))
     elif not all(spec.moe_layers):
         counts.append(("tensor", spec.dense_intermediate_size, "inner values of dense MLPs"))
-    counts += [("inner", inner, "inner values of an expert"), ("routed", moe.num_shared * inner, "of shared experts")]
+    counts.append(("expert_tensor", inner, "inner values of an expert"))
+    counts.append(("expert_sum", moe.num_shared * inner, "of shared experts"))
     for dimension, size, what in counts:
         ranks = getattr(mesh, dimension).size
         if size % ranks:

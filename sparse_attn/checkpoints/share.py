@@ -1,6 +1,6 @@
 """A rank's share of a model: what one of several GPUs holds of every layer.
 
-Heads, routed experts, the vocabulary, and the inner width of dense MLPs are dealt out evenly: whole heads (and groups
+Heads, routed experts, the vocabulary, and the inner width of dense MLPs are sharded evenly: whole heads (and groups
 of heads of DeepSeek-V4), whole experts, rows of the embedding and of the head, rows and columns of dense MLPs.
 Everything else lies on every rank: projections to and from latents, compressors, indexers, shared experts, norms,
 gates, hyper-connections, caches.
@@ -19,7 +19,7 @@ def share_of(spec: Spec | CompressedSpec, ranks: int) -> Spec | CompressedSpec:
     """The spec of what one of ``ranks`` GPUs holds. Its forward runs, without the sums over ranks.
 
     A token takes as many of these experts as a rank computes for it on average, rounded up. The vocabulary is rounded
-    up. ValueError where anything else cannot be dealt out evenly.
+    up. ValueError where anything else cannot be sharded evenly.
     """
     checks.check_at_least("ranks", ranks, 1)
     if ranks == 1:

@@ -15,7 +15,7 @@ from sparse_attn.checkpoints.memory import (
     prediction_bytes,
     weight_bytes,
 )
-from sparse_attn.checkpoints.sharding import DEALT, REPLICATED, check_mesh
+from sparse_attn.checkpoints.sharding import REPLICATED, SHARDED, check_mesh
 from sparse_attn.framework.target import Target
 from sparse_attn.generation.batch import largest_scratch
 from sparse_attn.mesh import Mesh, planned_mesh, show_mesh
@@ -24,7 +24,7 @@ from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.pipeline import Bounds, CacheLayouts, CacheUse, cache_layouts, cache_uses
 from sparse_attn.pipeline.bounds import fitting_rows
 from sparse_attn.pipeline.parallel.experts import dispatch_bytes, way_of
-from sparse_attn.pipeline.parallel.rows import dealt_bytes, shares_rows
+from sparse_attn.pipeline.parallel.rows import sharded_bytes, shares_rows
 from sparse_attn.pipeline.select import FP32_BYTES
 from sparse_attn.roofline import LINK
 from sparse_attn.spec import CompressedSpec, Spec
@@ -54,9 +54,9 @@ def plan(
     form: of checkpoints.formats, that of the weights. predicted: layers of multi-token prediction that files hold. They
     are read, and one has caches, where ``speculate`` drafts are made a step; requests then own speculate + 1 rows.
     "gpus": the same for one rank of each of ``meshes`` (none: of tensor and expert ranks, GPUS each), what it sends in
-    a decode step, and the cards that this fits. Of GPUS, a number that the model cannot be dealt out over says so
+    a decode step, and the cards that this fits. Of GPUS, a number that the model cannot be sharded over says so
     ("refused"). Bounds are those of a group of ranks that compute the same tokens. ValueError for drafts of files that
-    hold no such layer, and for meshes that the model cannot be dealt out over or that are more than a host has.
+    hold no such layer, and for meshes that the model cannot be sharded over or that are more than a host has.
     """
     for mesh in meshes:
         if mesh.size > GPUS[-1]:
@@ -86,7 +86,7 @@ def plan(
         "file_bytes": sum(files.values()),
         **held(bounds),
         "cards": CARDS,
-        "sharding": {"dealt": DEALT, "replicated": REPLICATED},
+        "sharding": {"dealt": SHARDED, "replicated": REPLICATED},
         "gpus": [_rank(spec, replace(bounds, mesh=mesh), held, loaded, asked) for mesh in meshes],
     }
 
@@ -163,7 +163,7 @@ def _indexer(spec: Spec | CompressedSpec, mesh: Mesh, bounds: Bounds) -> dict[st
     rows, ranks = bounds.max_batch * bounds.next_n, mesh.tensor
     shared = bounds.max_batch > 1 and shares_rows(keys, ranks)
     summed = 2 * (ranks.size - 1) * rows * keys * FP32_BYTES // ranks.size
-    sent = {"rows": dealt_bytes(rows, spec.index.top_k, ranks), "heads": summed}
+    sent = {"rows": sharded_bytes(rows, spec.index.top_k, ranks), "heads": summed}
     return {"way": "rows" if shared else "replicated", "bytes_per_layer": sent}
 
 
@@ -171,7 +171,7 @@ def _experts(spec: Spec | CompressedSpec, mesh: Mesh, bounds: Bounds) -> dict[st
     """How rows of a decode step come to their experts, and what a rank sends for them in a layer, each way."""
     rows = bounds.max_batch * bounds.next_n
     found: dict[str, object] = {"way": way_of(rows, mesh)}
-    if mesh.sharing > 1:
+    if mesh.expert_replicas > 1:
         sizes = rows, spec.hidden_size, spec.moe.experts_per_token, bounds.dtype.itemsize, mesh
         found["bytes_per_layer"] = {way: dispatch_bytes(*sizes, way) for way in ("exchange", "sum")}
     return found

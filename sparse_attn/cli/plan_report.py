@@ -58,16 +58,16 @@ def _show_gpus(numbers: dict) -> None:
         fits = "".join(f" {'fits' if fits else '-':>7}" for fits in rank["fits"].values())
         sent = sum(rank["collective_bytes_per_step"].values()) / 1e6
         wire = rank["collective_us_per_step"] / 1e3
-        print(f"{rank['gpus']:<4} {columns} {sent:>12.2f} {wire:>6.2f}{fits}{_dealt(rank)}")
+        print(f"{rank['gpus']:<4} {columns} {sent:>12.2f} {wire:>6.2f}{fits}{_sharded(rank)}")
     sharding = numbers["sharding"]
-    print(f"dealt out {sharding['dealt']}")
+    print(f"sharded {sharding['dealt']}")
     print(f"on every GPU: {sharding['replicated']}")
     sizes = ", ".join(f"{card} {size / 1e9:.0f} GB" for card, size in numbers["cards"].items())
     print(f"cards: {sizes}; without what the driver and the allocator take")
     print(f"ms: of a step's collectives where no rank waits for another; {LINK.name}")
 
 
-def _dealt(rank: dict) -> str:
+def _sharded(rank: dict) -> str:
     """The sizes of a grid that is more than tensor ranks with as many expert ranks."""
     sizes, rows = rank["ranks"], rank.get("max_batched_tokens")
     few = "" if rows is None else f", {rows} tokens a step"  # than asked for, whose scores would not fit

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import numbers
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -170,7 +171,7 @@ class Guard:
     def __init__(self):
         self._passed: set[tuple] = set()
 
-    def new(self, *arguments: object) -> tuple | None:
+    def new(self, *arguments: Any) -> tuple | None:
         """What a call looks like, for ``passed``; None where that has passed already."""
         if torch.compiler.is_compiling() or dispatch_modes():
             return UNKNOWN

@@ -1,4 +1,4 @@
-"""Who has a row of a decode loop and which blocks, who waits, and who gives way: the books of generation.scheduler."""
+"""Which requests have a slot of the batch and which blocks, which wait, and which are preempted, for the scheduler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparse_attn.generation.blocks import BlockPool, BlockTables, blocks_for
 from sparse_attn.generation.cache_rows import Rows, ringed
 from sparse_attn.generation.loop import DecodeRows
 from sparse_attn.generation.model import AnyCaches
-from sparse_attn.generation.preemption import park, unpark
+from sparse_attn.generation.preemption import preempt, resume
 from sparse_attn.generation.prefixes import Prefixes
 from sparse_attn.generation.requests import Request
 from sparse_attn.generation.sampling import Draws
@@ -20,8 +20,8 @@ from sparse_attn.generation.sampling import Draws
 AGE = attrgetter("number")  # of a request, the oldest first
 
 
-class Seats:
-    """The rows of ``loop`` over ``caches``, and the queue of those without one.
+class Admission:
+    """The slots of a batch, which are the rows of ``loop`` over ``caches``; and the queue of requests without one.
 
     rows: how many. width: of the block tables. block_size: tokens of a block on all context ranks. has_rings: whether
     row n of the caches of rings is that of row n of the loop, as it is then. snapshots: rings behind those, for
@@ -49,8 +49,8 @@ class Seats:
         self.rings = None
         if has_rings:
             self.rings = torch.arange(rows, dtype=torch.int32, device="cpu").unsqueeze(1)
-        self.sitting: list[Request | None] = [None] * rows
-        self.running: list[Request] = []  # those that sit, in order of arrival
+        self.slots: list[Request | None] = [None] * rows
+        self.running: list[Request] = []  # those that have a slot, in order of arrival
         self.waiting: list[Request] = []
         self.reused = self.preempted = 0
         self._caches, self._ringed, self._draws = caches, Rows(ringed(caches)), draws
@@ -62,13 +62,13 @@ class Seats:
 
     def admit(self) -> None:
         """Give rows to those waiting, in order, as long as the next one fits."""
-        while self.waiting and not self._full and None in self.sitting:
-            request, row = self.waiting[0], self.sitting.index(None)
-            if not (self._resume if request.parked else self._seat)(request, row):
+        while self.waiting and not self._full and None in self.slots:
+            request, row = self.waiting[0], self.slots.index(None)
+            if not (self._resume if request.preempted else self._place)(request, row):
                 self._full = True
                 return
             self.waiting.pop(0)
-            self.sitting[row], request.row = request, row
+            self.slots[row], request.row = request, row
             insort(self.running, request, key=AGE)
 
     def withdraw(self, request: Request) -> None:
@@ -85,7 +85,7 @@ class Seats:
         assert row is not None
         self.loop.leave_checked(row)
         self.tables.release(row)
-        self.sitting[row] = request.row = None
+        self.slots[row] = request.row = None
         self.running.remove(request)
         self._full = False
 
@@ -95,7 +95,7 @@ class Seats:
         assert row is not None
         if request.begun:
             blocks = self.tables.blocks(row)[: blocks_for(request.length - 1, self.block_size)]
-            request.parked = park(self.loop, self._caches, row, blocks, request.length)
+            request.preempted = preempt(self.loop, self._caches, row, blocks, request.length)
         self.free(request)
         self.preempted += 1
         request.computed = 0
@@ -148,7 +148,7 @@ class Seats:
         """Whether so many blocks can be had, and one more for each that runs, so that it is not preempted at once."""
         return self.prefixes.make_room(blocks + len(self.running))
 
-    def _seat(self, request: Request, row: int) -> bool:
+    def _place(self, request: Request, row: int) -> bool:
         shared, ring, known = self.prefixes.begin(request.prompt, keys=request.keys) if self.share else ([], None, 0)
         wanted = min(len(request.prompt) + 1, request.most)
         if not self._fits(blocks_for(wanted, self.block_size) - len(shared)):
@@ -166,16 +166,16 @@ class Seats:
         return True
 
     def _resume(self, request: Request, row: int) -> bool:
-        parked = request.parked
-        assert parked is not None
-        if not self._fits(blocks_for(min(parked.length, request.most), self.block_size)):
+        preempted = request.preempted
+        assert preempted is not None
+        if not self._fits(blocks_for(min(preempted.length, request.most), self.block_size)):
             return False
-        self.tables.reserve(row, min(parked.length, request.most))
-        unpark(
-            parked, self.loop, self._caches, row, self.tables.blocks(row)[: len(parked.blocks[0])],
+        self.tables.reserve(row, min(preempted.length, request.most))
+        resume(
+            preempted, self.loop, self._caches, row, self.tables.blocks(row)[: len(preempted.blocks[0])],
             self.tables.table[row : row + 1], None if self.rings is None else self.rings[row : row + 1],
             torch.tensor([request.seed], dtype=torch.int64, device="cpu"), self._draws(request),
             torch.tensor([request.most], dtype=torch.int32, device="cpu") if self.loop.speculate else None,
         )  # fmt: skip
-        request.parked = None
+        request.preempted = None
         return True

@@ -81,10 +81,10 @@ def prepare(
     check_block_size(model.spec, block_size)
     checks.check_at_least("prefill_tokens", prefill_tokens, 1)
     block_size, prefill_tokens = int(block_size), int(prefill_tokens)
-    dealt = block_size * model.mesh.context.size  # tokens of a block on all context ranks
-    max_context = max(*reach, least_capacity(model, dealt))
-    pool = BlockPool(max(2, sum(blocks_for(tokens, dealt) for tokens in reach)))
-    tables = BlockTables(pool, count, max(2, blocks_for(max_context, dealt)), dealt)
+    sharded = block_size * model.mesh.context.size  # tokens of a block on all context ranks
+    max_context = max(*reach, least_capacity(model, sharded))
+    pool = BlockPool(max(2, sum(blocks_for(tokens, sharded) for tokens in reach)))
+    tables = BlockTables(pool, count, max(2, blocks_for(max_context, sharded)), sharded)
     for request, tokens in enumerate(reach):
         tables.reserve(request, tokens)
     step = bounds_of(
@@ -109,7 +109,7 @@ def prepare(
     bounds = replace(
         step,
         max_batched_tokens=max(2, *(sum(span.stop - span.start for span in spans) for spans in chunks)),
-        kv_rows=max(least_capacity(model, dealt), *(sum(span.stop for span in spans) for spans in chunks)),
+        kv_rows=max(least_capacity(model, sharded), *(sum(span.stop for span in spans) for spans in chunks)),
     )
     check_rank_scores(model.spec, bounds)
     return Batch(tables, caches, state, chunks, max_context, bounds)

@@ -122,11 +122,9 @@ def generate(
     can be captured.
     """
     model = model.invariant() if batch_invariant else model
-    if model.mesh.sharing > 1:
-        raise ValueError(
-            f"model: got experts that {model.mesh.sharing} data ranks share, allowed: Batching, whose data ranks "
-            "step together"
-        )
+    if model.mesh.expert_replicas > 1:
+        got = f"experts that {model.mesh.expert_replicas} data ranks share"
+        raise ValueError(f"model: got {got}, allowed: Batching, whose data ranks step together")
     check_speculate(speculate, drafter)
     prompts, max_new_tokens = checked_prompts(prompts, model.spec, max_new_tokens), int(max_new_tokens)
     vocab_size, device, batch = model.spec.vocab_size, model.device, len(prompts)

@@ -10,11 +10,11 @@ import torch
 from sparse_attn.generation.cache_rows import paged, put_back, ringed, take_out
 from sparse_attn.generation.loop import DecodeRows
 from sparse_attn.generation.model import AnyCaches
-from sparse_attn.generation.requests import Parked
+from sparse_attn.generation.requests import Preempted
 from sparse_attn.generation.sampling import Draws
 
 
-def park(loop: DecodeRows, caches: AnyCaches, row: int, blocks: Sequence[int], length: int) -> Parked:
+def preempt(loop: DecodeRows, caches: AnyCaches, row: int, blocks: Sequence[int], length: int) -> Preempted:
     """Copies on the host of what ``row`` and its ``blocks`` hold, which may be read once the current stream has passed
     here. length: the host's bound on its tokens."""
     state, known = loop.state, loop.known
@@ -24,11 +24,11 @@ def park(loop: DecodeRows, caches: AnyCaches, row: int, blocks: Sequence[int], l
     kept: dict[str, Any] = dict.fromkeys(wanted) | dict(
         zip(names, take_out([value for value in wanted.values() if value is not None], [row]))
     )
-    return Parked(length, take_out(paged(caches), blocks), take_out(ringed(caches), [row]), **kept)
+    return Preempted(length, take_out(paged(caches), blocks), take_out(ringed(caches), [row]), **kept)
 
 
-def unpark(
-    parked: Parked,
+def resume(
+    preempted: Preempted,
     loop: DecodeRows,
     caches: AnyCaches,
     row: int,
@@ -39,11 +39,11 @@ def unpark(
     draws: Draws,
     ends: torch.Tensor | None,
 ) -> None:
-    """Make ``row`` live as it was, in ``blocks``, as many as were parked. The others: as DecodeRows.join takes them."""
-    put_back(paged(caches), blocks, parked.blocks)
-    put_back(ringed(caches), [row], parked.rings)
+    """Make ``row`` live as it was, in ``blocks``, as many as it had. The others: as DecodeRows.join takes them."""
+    put_back(paged(caches), blocks, preempted.blocks)
+    put_back(ringed(caches), [row], preempted.rings)
     loop.join(
-        [row], parked.token, parked.seq_len, block_table, rings, seed,
-        draws if parked.counts is None else draws._replace(counts=parked.counts),
-        ends=ends, known=None if parked.known is None else parked.known[:, : loop.max_context],
+        [row], preempted.token, preempted.seq_len, block_table, rings, seed,
+        draws if preempted.counts is None else draws._replace(counts=preempted.counts),
+        ends=ends, known=None if preempted.known is None else preempted.known[:, : loop.max_context],
     )  # fmt: skip

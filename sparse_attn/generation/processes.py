@@ -88,7 +88,7 @@ def check_same_weights(
     mesh: Mesh, device: torch.device, params: Mapping[str, Weight], *, sharing: bool = False
 ) -> None:
     """As check_same, of weights: names, shapes and formats, then SAMPLED values of each on the ranks that hold the same
-    part of it. What is dealt out over all ranks is on one of them, and compared with nothing."""
+    part of it. What is sharded over all ranks is on one of them, and compared with nothing."""
     if not (groups := _groups(mesh, sharing)):
         return
     named = {name: weight for name, weight in params.items() if name not in ROPE_NAMES}  # which follow from the spec
@@ -148,7 +148,7 @@ def _sample(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _groups(mesh: Mesh, sharing: bool) -> list[Ranks]:
-    names = ("tensor", "context", "expert") if sharing and mesh.sharing > 1 else ("tensor", "context")
+    names = ("tensor", "context", "expert") if sharing and mesh.expert_replicas > 1 else ("tensor", "context")
     return [ranks for ranks in (getattr(mesh, name) for name in names) if ranks.group is not None]
 
 
@@ -161,7 +161,7 @@ def _of_all(
 ) -> dict[int, list[list[int]]]:
     """``own`` of every rank that any of ``groups`` leads to, by its number: all of them see the same, so that none
     waits for one that has raised."""
-    number = mesh.data.rank * mesh.alike + mesh.context.rank * mesh.tensor.size + mesh.tensor.rank
+    number = mesh.data.rank * mesh.replica_size + mesh.context.rank * mesh.tensor.size + mesh.tensor.rank
     found = torch.tensor([[number, *sum(own, [])]], dtype=torch.int64, device=device)
     for ranks in groups:
         assert ranks.group is not None

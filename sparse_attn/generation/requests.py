@@ -37,7 +37,7 @@ class Occupancy(NamedTuple):
     preempted: int
 
 
-class Parked(NamedTuple):
+class Preempted(NamedTuple):
     """What a preempted request had on the device, on the host. length: the host's bound on its tokens. known: its ids,
     where a drafter reads them."""
 
@@ -54,8 +54,9 @@ class Parked(NamedTuple):
 @dataclass(eq=False, slots=True)
 class Request:
     """number: in order of arrival. computed: tokens of the prompt that steps were launched for. begun: whether the step
-    that draws the first token was. flying: decode steps launched that have not arrived, each of 1 to drafts + 1 tokens.
-    border: where its prompt leaves what was kept. keys: of its prompt's blocks, see Prefixes. reason: why it is over.
+    that draws the first token was. in_flight: decode steps launched that have not arrived, each of 1 to drafts + 1
+    tokens. border: where its prompt leaves what was kept. keys: of its prompt's blocks, see Prefixes. reason: why it is
+    over.
     """
 
     number: int
@@ -69,11 +70,11 @@ class Request:
     row: int | None = None
     computed: int = 0
     begun: bool = False
-    flying: int = 0
+    in_flight: int = 0
     border: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    parked: Parked | None = None
+    preempted: Preempted | None = None
     reason: str | None = None
 
     @property
@@ -84,12 +85,12 @@ class Request:
     @property
     def drawn(self) -> int:
         """Tokens that launched steps draw at least; the first is prefill's."""
-        return min(self.max_new_tokens, (len(self.tokens) or 1) + self.flying) if self.begun else 0
+        return min(self.max_new_tokens, (len(self.tokens) or 1) + self.in_flight) if self.begun else 0
 
     @property
     def length(self) -> int:
         """Tokens including the next input, at most."""
-        drawn = (len(self.tokens) or 1) + (self.drafts + 1) * self.flying if self.begun else 0
+        drawn = (len(self.tokens) or 1) + (self.drafts + 1) * self.in_flight if self.begun else 0
         return len(self.prompt) + min(self.max_new_tokens, drawn)
 
     @property

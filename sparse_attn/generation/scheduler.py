@@ -26,7 +26,7 @@ import torch
 
 from sparse_attn import workspace
 from sparse_attn.framework import checks
-from sparse_attn.generation.admission import AGE, Seats
+from sparse_attn.generation.admission import AGE, Admission
 from sparse_attn.generation.batch import bounds_of, compiled, locked_workspace, scratch_size
 from sparse_attn.generation.blocks import BlockPool, Span, blocks_for
 from sparse_attn.generation.drafts import check_speculate
@@ -107,8 +107,8 @@ class Batching:
         if batch_invariant and not model.batch_invariant:
             model = model.invariant()
         mesh = model.mesh
-        self._sharing = mesh.expert if mesh.sharing > 1 else ALONE
-        self._together = mesh.alike * self._sharing.size > 1
+        self._sharing = mesh.expert if mesh.expert_replicas > 1 else ALONE
+        self._together = mesh.replica_size * self._sharing.size > 1
         self._shares = self._sharing.size > 1
         self._others = self._shares  # whether requests of any rank that shares experts may be unfinished
         check_same(
@@ -151,12 +151,12 @@ class Batching:
             self.loop: DecodeRows = DecodeGraph(self._run, self.caches, workspace_size=size, **settings._asdict())
         else:
             self.loop = EagerDecode(self._run, self.caches, settings)
-        self.seats = Seats(
+        self.admission = Admission(
             self.loop, self.caches, self.pool, rows=rows, width=width, block_size=self.block_size,
             has_rings=model.has_rings, snapshots=snapshots, share=share,
             draws=lambda request: self._draws_of(request.sampling, request.prompt),
         )  # fmt: skip
-        self._cuts = self.seats.share and model.has_rings
+        self._cuts = self.admission.share and model.has_rings
         self._drawn = self.loop.state.tokens.split(1)  # the first token of each row, once its prompt is computed
         self._size = None
         if self.batch_invariant:
@@ -164,8 +164,8 @@ class Batching:
         self._unfinished: dict[int, Request] = {}
         self._over: list[Request] = []  # of the unfinished, to be reported
         # streams, the columns of requests in them, how many steps were seen to arrive, whether decode steps
-        self._flying: deque[tuple[TokenStream, list[tuple[int, Request]], int, bool]] = deque()
-        self._landed: defaultdict[int, list[TokenStream]] = defaultdict(list)  # of so many first tokens, to be reused
+        self._in_flight: deque[tuple[TokenStream, list[tuple[int, Request]], int, bool]] = deque()
+        self._spare_streams: defaultdict[int, list[TokenStream]] = defaultdict(list)  # by how many first tokens
         self._arrived: Iterator[tuple[Request, int, float]] | None = None  # that an exception of on_token left
         self._steps_ahead = self._next = self._tokens = 0
 
@@ -198,16 +198,16 @@ class Batching:
         most = int(max_new_tokens)
         if (tokens := len(ids) + most - 1) > self._longest:
             raise ValueError(f"prompt: got {tokens} tokens with its continuation, allowed: {self._longest}")
-        if len(self.seats.waiting) >= self.max_waiting:
-            raise RuntimeError(f"queue: {len(self.seats.waiting)} requests are waiting, allowed: {self.max_waiting}")
+        if (waiting := len(self.admission.waiting)) >= self.max_waiting:
+            raise RuntimeError(f"queue: {waiting} requests are waiting, allowed: {self.max_waiting}")
         if self.model.mesh.size > 1:
             check_same(self.model.mesh, self._device, prompt=ids, max_new_tokens=most, sampling=sampling, seed=seed)
         request = Request(
             self._next, ids, most, sampling, sampling.seed if seed is None else int(seed), on_token,
-            self.seats.keys(words), self._drafts,
+            self.admission.keys(words), self._drafts,
         )  # fmt: skip
         self._next += 1
-        self.seats.waiting.append(request)
+        self.admission.waiting.append(request)
         self._unfinished[request.number] = request
         return request.number
 
@@ -230,7 +230,7 @@ class Batching:
         if self._unfinished or self._shares:
             with workspace.use(self._workspace):
                 unfinished = len(self._unfinished)
-                self.seats.admit()
+                self.admission.admit()
                 self._prefill(unfinished)
                 self._decode()
             self._deliver()
@@ -249,39 +249,38 @@ class Batching:
             before = self._tokens
             found = self.step()
             done += found
-            if not found and before == self._tokens and self._flying:
+            if not found and before == self._tokens and self._in_flight:
                 time.sleep(IDLE_S)
         return done
 
     def occupancy(self) -> Occupancy:
-        seats = self.seats
-        return Occupancy(
-            len(seats.sitting), len(seats.running), len(seats.waiting), self.pool.num_blocks, seats.prefixes.room(),
-            self._tokens, seats.reused, seats.preempted,
-        )  # fmt: skip
+        admission = self.admission
+        requests = len(admission.slots), len(admission.running), len(admission.waiting)
+        blocks = self.pool.num_blocks, admission.prefixes.room()
+        return Occupancy(*requests, *blocks, self._tokens, admission.reused, admission.preempted)
 
     # what has arrived
 
     def _deliver(self) -> None:
         if self._arrived is not None:
             self._hand_out(self._arrived)
-        while self._flying:
-            stream, columns, seen, decoded = self._flying[0]
+        while self._in_flight:
+            stream, columns, seen, decoded = self._in_flight[0]
             if self._together:
                 stream.wait()
             arrived, steps = stream.arrived(), len(stream)  # asked once: what arrives later is delivered next time
             if arrived > seen:
                 if decoded:
                     for _, request in columns:
-                        request.flying -= arrived - seen
-                self._flying[0] = stream, columns, arrived, decoded
+                        request.in_flight -= arrived - seen
+                self._in_flight[0] = stream, columns, arrived, decoded
                 self._hand_out(_in_order(*stream.lists(seen), columns))
             if arrived < steps:
                 break
-            self._flying.popleft()
+            self._in_flight.popleft()
             self._steps_ahead -= steps
             if not decoded:
-                self._landed[len(columns)].append(stream)
+                self._spare_streams[len(columns)].append(stream)
 
     def _hand_out(self, arrived: Iterator[tuple[Request, int, float]]) -> None:
         """Deliver what ``arrived`` gives. Where on_token raises, the rest is delivered next time."""
@@ -313,7 +312,7 @@ class Batching:
         over, self._over = sorted(self._over, key=AGE), []
         for request in over:
             del self._unfinished[request.number]
-            self.seats.withdraw(request)
+            self.admission.withdraw(request)
         logprobs = self._keep_logprobs
         return [Finished(one.number, one.tokens, str(one.reason), one.logprobs if logprobs else None) for one in over]
 
@@ -323,7 +322,7 @@ class Batching:
         """One step of those whose prompts are not computed, the oldest first; or of padding, while others run theirs.
         unfinished: requests, before this step."""
         spans, served, prompts, tokens, keys = [], [], {}, self.prefill_tokens, self._max_context
-        for request in self.seats.running:
+        for request in self.admission.running:
             if request.begun or not tokens:
                 continue
             row, start, prompt = request.row, request.computed, request.prompt
@@ -345,18 +344,18 @@ class Batching:
             self._others = unfinished > 0
             if size is None:
                 room = max(sum(span.stop for span in spans), least_capacity(self.model, self.block_size))
-                size = PrefillSize(max(2, most), max(len(spans), min(2, len(self.seats.sitting))), room)
+                size = PrefillSize(max(2, most), max(len(spans), min(2, len(self.admission.slots))), room)
         if not most:
             return
         logits = prefill_step(
-            self._run, prompts, spans, self.seats.tables, self.caches, self.loop.state, self.loop.sampling,
-            self._max_context, rings=self.seats.rings, pad_to=size, predict=self._predict,
+            self._run, prompts, spans, self.admission.tables, self.caches, self.loop.state, self.loop.sampling,
+            self._max_context, rings=self.admission.rings, pad_to=size, predict=self._predict,
         )  # fmt: skip
         ended, last, end = [], [], 0
         for (row, start, stop), request in zip(spans, served):
             end += stop - start
             request.computed = stop
-            self.seats.keep(request)
+            self.admission.keep(request)
             if stop == len(prompts[row]):
                 ended.append(request)
                 last.append(end - 1)
@@ -370,22 +369,22 @@ class Batching:
         found = [tokens]
         if self._keep_logprobs:
             found.append(token_logprobs(_joined([logits[row : row + 1] for row in last]), tokens, best=0).drawn)
-        landed = self._landed[len(requests)]
-        self._fly(on_the_way(found, landed.pop() if landed else None), list(enumerate(requests)), decoded=False)
+        spare = self._spare_streams[len(requests)]
+        self._track(on_the_way(found, spare.pop() if spare else None), list(enumerate(requests)), decoded=False)
         starting = []
         for request in requests:
             request.begun = True
             if request.max_new_tokens > 1:
                 starting.append(request)
             else:
-                self.seats.free(request)
+                self.admission.free(request)
         if starting:
-            self.seats.start(starting)
+            self.admission.start(starting)
 
     def _decode(self) -> None:
         """A piece of steps of those whose prompts are computed."""
         decoding, steps = [], self.piece
-        for request in self.seats.running:
+        for request in self.admission.running:
             if request.begun and (left := request.max_new_tokens - request.drawn):
                 decoding.append((request, left))
                 steps = min(steps, left)
@@ -400,19 +399,19 @@ class Batching:
             return
         for request, _ in decoding:
             if request.row is not None:  # nobody older took its blocks
-                self.seats.room_for(request, min(request.most, request.length + steps * (self._drafts + 1) - 1))
+                self.admission.room_for(request, min(request.most, request.length + steps * (self._drafts + 1) - 1))
         columns = [(request.row, request) for request, _ in decoding if request.row is not None]
         if not columns and not self._shares:
             return
-        self._fly(self.loop.run(steps, **options), columns, decoded=True)
+        self._track(self.loop.run(steps, **options), columns, decoded=True)
         for request, left in decoding:
             if request.row is not None:
-                request.flying += steps
+                request.in_flight += steps
                 if left <= steps:
-                    self.seats.free(request)
+                    self.admission.free(request)
 
-    def _fly(self, stream: TokenStream, columns: list[tuple[int, Request]], decoded: bool) -> None:
-        self._flying.append((stream, columns, 0, decoded))
+    def _track(self, stream: TokenStream, columns: list[tuple[int, Request]], decoded: bool) -> None:
+        self._in_flight.append((stream, columns, 0, decoded))
         self._steps_ahead += len(stream)
 
     def _draws_of(self, sampling: Sampling, prompt: Sequence[int]) -> Draws:

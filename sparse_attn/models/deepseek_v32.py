@@ -23,7 +23,7 @@ from sparse_attn.models.step import ModelStep, options_of
 from sparse_attn.models.vocabulary import embedding, token_logits
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, Selection, check_block_size
 from sparse_attn.pipeline.options import Options
-from sparse_attn.pipeline.parallel.context import deals_prefill, own_plan
+from sparse_attn.pipeline.parallel.context import own_plan, shards_prefill
 from sparse_attn.pipeline.parallel.ranks import own_rows, sum_over_ranks, whole_rows
 from sparse_attn.spec import Spec
 from sparse_attn.types import Caches, StepPlan
@@ -81,14 +81,14 @@ def run(
     held, ranks = caches.kv[0], mesh.context.size
     check_plan(plan, held, held, block_size=held.shape[1] * ranks, ranks=ranks)
     plan = own_plan(plan, mesh.context, block_size=held.shape[1])
-    rows, dealt = tokens.shape[0], deals_prefill(plan, mesh.context)
-    step = ModelStep(plan, layouts, options_of(plan, options), mesh, dealt)
-    hidden = embedding(own_rows(tokens, mesh.context) if dealt else tokens, params["embed"], mesh=mesh)
+    rows, sharded = tokens.shape[0], shards_prefill(plan, mesh.context)
+    step = ModelStep(plan, layouts, options_of(plan, options), mesh, sharded)
+    hidden = embedding(own_rows(tokens, mesh.context) if sharded else tokens, params["embed"], mesh=mesh)
     selection = None
     for layer in range(spec.num_layers):
         hidden, selection = decoder_layer(hidden, params, f"layers.{layer}.", spec, layer, caches, selection, step)
     hidden = rms_norm(hidden, params["norm"], spec.rms_eps)
-    if dealt:
+    if sharded:
         hidden = whole_rows(hidden, rows, mesh.context)
     head = params["embed" if spec.tie_embeddings else "lm_head"]
     logits = token_logits(hidden, head, spec.vocab_size, options, mesh=mesh)
@@ -108,13 +108,13 @@ def decoder_layer(
     """One layer: hidden [T, D] -> [T, D], and the selection it attended by."""
     options, mesh = step.options, step.mesh
     normed = rms_norm(hidden, params[prefix + "input_norm"], spec.rms_eps)
-    if step.dealt:
+    if step.sharded:
         normed = whole_rows(normed, step.plan.positions.shape[0], mesh.context)
     out, selection = attention(normed, params, prefix, spec, caches.kv[layer], caches.index[layer], selection, step)
     hidden = hidden + out
     normed = rms_norm(hidden, params[prefix + "post_norm"], spec.rms_eps)
     if spec.moe_layers[layer]:
-        out = moe(normed, params, prefix + "moe.", spec.moe, mesh=mesh.of_rows(step.dealt), options=options)
+        out = moe(normed, params, prefix + "moe.", spec.moe, mesh=mesh.for_rows(step.sharded), options=options)
         return hidden + out, selection
     dense = params[prefix + "mlp.gate_up"], params[prefix + "mlp.down"]
     return hidden + sum_over_ranks(gated_mlp(normed, *dense, options=options), mesh.tensor), selection

@@ -26,7 +26,7 @@ from sparse_attn.ops.layers.hyper_connection import hyper_head, hyper_merge, hyp
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, windowed
 from sparse_attn.pipeline.layouts import check_block_size, state_ring, window_ring
 from sparse_attn.pipeline.options import Options
-from sparse_attn.pipeline.parallel.context import deals_prefill
+from sparse_attn.pipeline.parallel.context import shards_prefill
 from sparse_attn.pipeline.parallel.ranks import own_rows, whole_rows
 from sparse_attn.pipeline.windowed import Entries, WindowStep
 from sparse_attn.spec import CompressedSpec
@@ -84,14 +84,14 @@ def run(
     """As forward, which makes ``options`` of its keywords."""
     check_params(params, spec)
     _check(spec, tokens, caches, plan, mesh.context.size)
-    rows, dealt = tokens.shape[0], deals_prefill(plan, mesh.context)
-    step = ModelStep(plan, layouts, options_of(plan, options), mesh, dealt)
+    rows, sharded = tokens.shape[0], shards_prefill(plan, mesh.context)
+    step = ModelStep(plan, layouts, options_of(plan, options), mesh, sharded)
     windows, shared = step_windows(spec, caches, step, prefill_in_place=prefill_in_place)
-    tokens = own_rows(tokens, mesh.context) if dealt else tokens
+    tokens = own_rows(tokens, mesh.context) if sharded else tokens
     streams = embedding(tokens, params["embed"], mesh=mesh).unsqueeze(1).repeat(1, spec.streams, 1)
     for layer in range(spec.num_layers):
         streams = decoder_layer(streams, tokens, params, f"layers.{layer}.", spec, layer, caches, step, windows, shared)
-    if dealt:
+    if sharded:
         streams = whole_rows(streams, rows, mesh.context)
     logits = streams_logits(streams, params, "", spec, options, mesh=mesh)
     return (logits, streams) if keep_hidden else logits
@@ -134,14 +134,14 @@ def decoder_layer(
     options, mesh = step.options, step.mesh
     mix = _mix(streams, params, prefix + "attn_hyper.", spec, options)
     normed = rms_norm(mix.collapsed, params[prefix + "input_norm"], spec.rms_eps)
-    if step.dealt:
+    if step.sharded:
         normed = whole_rows(normed, step.plan.positions.shape[0], mesh.context)
     out = attention(normed, params, prefix, spec, layer, caches, step, windows, shared)
     streams = hyper_merge(out, streams, mix.post, mix.comb, impl=options.impl)
     mix = _mix(streams, params, prefix + "moe_hyper.", spec, options)
     normed = rms_norm(mix.collapsed, params[prefix + "post_norm"], spec.rms_eps)
     by_table = tokens if spec.hash_layers[layer] else None
-    out = moe(normed, params, prefix + "moe.", spec.moe, by_table, mesh=mesh.of_rows(step.dealt), options=options)
+    out = moe(normed, params, prefix + "moe.", spec.moe, by_table, mesh=mesh.for_rows(step.sharded), options=options)
     return hyper_merge(out, streams, mix.post, mix.comb, impl=options.impl)
 
 

@@ -9,8 +9,8 @@ from sparse_attn.mesh import Mesh, Ranks
 from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.pipeline.parallel.context import own_bound
 from sparse_attn.pipeline.parallel.experts import dispatch_bytes, dispatch_calls
-from sparse_attn.pipeline.parallel.ranks import dealt_rows, exchanged_bytes, merged_bytes, merged_calls, selection_calls
-from sparse_attn.pipeline.parallel.rows import dealt_bytes, shares_rows
+from sparse_attn.pipeline.parallel.ranks import exchanged_bytes, merged_bytes, merged_calls, selection_calls, shard_rows
+from sparse_attn.pipeline.parallel.rows import sharded_bytes, shares_rows
 from sparse_attn.spec import CompressedSpec, Spec
 
 
@@ -78,7 +78,7 @@ def _step_calls(spec: Spec | CompressedSpec, mesh: Mesh, rows: int, max_context:
     indexed, keys = _indexed(spec, mesh, max_context, block_size)
     if mesh.tensor.size > 1:
         calls += sums + 1 + (indexed if rows > 1 and shares_rows(keys, mesh.tensor) else 0)
-    calls += moe_layers * (dispatch_calls(rows, mesh) if mesh.sharing > 1 else int(mesh.routed.size > 1))
+    calls += moe_layers * (dispatch_calls(rows, mesh) if mesh.expert_replicas > 1 else int(mesh.expert_sum.size > 1))
     if mesh.context.size > 1:
         heads, _, merged = _outputs(spec, mesh)
         selecting = selection_calls(_scored(rows, keys, mesh), spec.index.top_k, mesh.context.size)
@@ -103,7 +103,7 @@ def _outputs(spec: Spec | CompressedSpec, mesh: Mesh) -> tuple[int, int, int]:
 def _selected(spec: Spec | CompressedSpec, mesh: Mesh, rows: int, max_context: int, block_size: int) -> int:
     """What tensor ranks that share the indexer's rows gather."""
     indexed, keys = _indexed(spec, mesh, max_context, block_size)
-    return indexed * dealt_bytes(rows, spec.index.top_k, mesh.tensor) if shares_rows(keys, mesh.tensor) else 0
+    return indexed * sharded_bytes(rows, spec.index.top_k, mesh.tensor) if shares_rows(keys, mesh.tensor) else 0
 
 
 def _indexed(spec: Spec | CompressedSpec, mesh: Mesh, max_context: int, block_size: int) -> tuple[int, int]:
@@ -116,9 +116,9 @@ def _indexed(spec: Spec | CompressedSpec, mesh: Mesh, max_context: int, block_si
 
 
 def _routed(spec: Spec | CompressedSpec, mesh: Mesh, rows: int, value: int) -> int:
-    if mesh.sharing > 1:
+    if mesh.expert_replicas > 1:
         return dispatch_bytes(rows, spec.hidden_size, spec.moe.experts_per_token, value, mesh)
-    return _summed(rows * spec.hidden_size * value, mesh.routed)
+    return _summed(rows * spec.hidden_size * value, mesh.expert_sum)
 
 
 def _summed(nbytes: int, ranks: Ranks) -> int:
@@ -141,4 +141,4 @@ def _context(
 
 def _scored(rows: int, keys: int, mesh: Mesh) -> int:
     """Rows that a rank's indexer scores."""
-    return dealt_rows(rows, mesh.tensor) if rows > 1 and shares_rows(keys, mesh.tensor) else rows
+    return shard_rows(rows, mesh.tensor) if rows > 1 and shares_rows(keys, mesh.tensor) else rows

@@ -84,8 +84,8 @@ def attention(
     selection: Selection | None,
     step: ModelStep,
 ) -> tuple[torch.Tensor, Selection]:
-    """One layer's attention: hidden [T, D] -> [T, D], or this context rank's rows of it where the step's are dealt, and
-    the selection it attended by. ``index_cache`` None: the layer has no indexer and attends by ``selection``."""
+    """One layer's attention: hidden [T, D] -> [T, D], or this context rank's rows of it where the step's are sharded,
+    and the selection it attended by. ``index_cache`` None: the layer has no indexer and attends by ``selection``."""
     plan, layouts, options, mesh = step.plan, step.layouts, step.options, step.mesh
     attn, rope = prefix + "attn.", params["rope"]
     q_latent = product(hidden, params[attn + "q_a"], options)
@@ -117,7 +117,7 @@ def attention(
         d_v=spec.kv_lora,
         batch_invariant=options.batch_invariant,
         ranks=mesh.context,
-        dealt=step.dealt,
+        sharded=step.sharded,
         impl=options.impl,
     ).out
     values = by_groups(out.transpose(0, 1), params[attn + "w_uv"].transpose(1, 2), options)  # [H, T, v_dim]

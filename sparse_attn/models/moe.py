@@ -41,7 +41,7 @@ GROUPED_BYTES = 16  # F.grouped_mm takes rows of whole pieces of that many bytes
 def takes_grouped(spec: MoeSpec, hidden: int, dtype: torch.dtype, on_gpu: bool, *, mesh: Mesh = ONE_RANK) -> bool:
     """Whether tokens of ``hidden`` values take the grouped way through a rank's experts. Before torch 2.15 bf16 alone
     is compiled."""
-    inner, experts = spec.intermediate_size // mesh.inner.size, spec.num_experts // mesh.expert.size
+    inner, experts = spec.intermediate_size // mesh.expert_tensor.size, spec.num_experts // mesh.expert.size
     rows = (width * dtype.itemsize for width in (hidden, inner))
     widths = all(nbytes % GROUPED_BYTES == 0 for nbytes in rows)
     takes = dtype == torch.bfloat16 or not (on_gpu or torch.compiler.is_compiling())
@@ -200,13 +200,13 @@ def moe(
 ) -> torch.Tensor:
     """Routed plus shared experts: x [T, D] -> [T, D]. tokens: int [T] in a layer routed by token id.
 
-    Every rank routes all tokens and runs its own experts for them; one sum over mesh.routed adds them and the shared
-    experts up. Where data ranks share experts, a rank runs them, and its part of the shared experts, for the rows of
-    all (pipeline.parallel.experts). A batch-invariant token's bits on a rank depend on no other token.
+    Every rank routes all tokens and runs its own experts for them; one sum over mesh.expert_sum adds them and the
+    shared experts up. Where data ranks share experts, a rank runs them, and its part of the shared experts, for the
+    rows of all (pipeline.parallel.experts). A batch-invariant token's bits on a rank depend on no other token.
     """
     weights, ids = route(x, params, prefix, spec, tokens, options)
     rows = x.shape[0]
-    if mesh.sharing > 1:
+    if mesh.expert_replicas > 1:
         x, weights, ids = dispatch(x, weights, ids, mesh)
     gate_up, down = params[prefix + "gate_up"], params[prefix + "down"]
     packed = isinstance(gate_up, PackedWeight)
@@ -221,4 +221,4 @@ def moe(
     if spec.num_shared:
         shared = params[prefix + "shared_gate_up"], params[prefix + "shared_down"]
         out = out + gated_mlp(x, *shared, spec.clamp, options=options)
-    return sum_over_ranks(out, mesh.routed) if mesh.sharing == 1 else combine(out, rows, mesh)
+    return sum_over_ranks(out, mesh.expert_sum) if mesh.expert_replicas == 1 else combine(out, rows, mesh)

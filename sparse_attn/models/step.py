@@ -12,7 +12,7 @@ from sparse_attn.types import StepPlan
 
 class ModelStep(NamedTuple):
     """plan: where latents are cached, this context rank's own (pipeline.parallel.context.own_plan). options: as
-    options_of gives them. dealt: between attentions, hidden states are of this context rank's rows alone
+    options_of gives them. sharded: between attentions, hidden states are of this context rank's rows alone
     (pipeline.parallel.ranks.own_rows); attention sees all rows of ``plan``.
 
     Tensor ranks have heads of their own, whose outputs they sum. The indexer is whole on each of them; they may share
@@ -23,7 +23,7 @@ class ModelStep(NamedTuple):
     layouts: CacheLayouts
     options: Options
     mesh: Mesh = ONE_RANK
-    dealt: bool = False
+    sharded: bool = False
 
 
 def options_of(plan: StepPlan, options: Options) -> Options:

@@ -117,7 +117,7 @@ def attention(
     windows: WindowStep,
     shared: dict[str, Entries],
 ) -> torch.Tensor:
-    """One layer's attention: hidden [T, D] -> [T, D], or this context rank's rows of it where the step's are dealt.
+    """One layer's attention: hidden [T, D] -> [T, D], or this context rank's rows of it where the step's are sharded.
     shared: entries that all layers of a kind attend to, by kind. Compressors are whole on every rank. Tensor ranks have
     groups of heads of their own, context ranks entries."""
     plan, layouts, options, mesh = step.plan, step.layouts, step.options, step.mesh
@@ -158,10 +158,10 @@ def attention(
         sink=params[attn + "sink"],
         batch_invariant=options.batch_invariant,
         ranks=mesh.context,
-        dealt=step.dealt,
+        sharded=step.sharded,
         impl=options.impl,
     ).out
-    positions = own_rows(plan.positions, mesh.context) if step.dealt else plan.positions
+    positions = own_rows(plan.positions, mesh.context) if step.sharded else plan.positions
     out = rotate(out, positions, rope, inverse=True)
     grouped = out.reshape(out.shape[0], groups, -1).transpose(0, 1)  # [groups, T, heads per group * head_dim]
     mixed = by_groups(grouped, params[attn + "o_a"], options).transpose(0, 1)

@@ -19,7 +19,7 @@ from sparse_attn.ops.topk.fused import LOGITS_BYTES
 from sparse_attn.pipeline.layouts import CacheLayouts
 from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel.ranks import merge_over_ranks, merge_own_rows
-from sparse_attn.pipeline.parallel.rows import choose_dealt, deals_rows
+from sparse_attn.pipeline.parallel.rows import choose_sharded, shards_rows
 from sparse_attn.pipeline.select import choose_decode_slots, choose_over_ranks, choose_prefill, num_decode_rows
 from sparse_attn.types import AttentionOutput, QuantisedQuery, Ragged, StepPlan
 
@@ -77,8 +77,8 @@ def index_select(
     inputs = (query, cache, plan.block_table, plan, layouts.index, top_k, Options(impl, logits_bytes))
     rows = num_decode_rows(plan)
     decode = prefill = chosen = positions = None
-    if deals_rows(plan, alike):
-        positions, chosen = choose_dealt(*inputs, ranks, alike)
+    if shards_rows(plan, alike):
+        positions, chosen = choose_sharded(*inputs, ranks, alike)
     elif ranks.size > 1:
         positions, chosen = choose_over_ranks(*inputs, ranks)
     else:
@@ -109,7 +109,7 @@ def attend(
     sink: torch.Tensor | None = None,
     batch_invariant: bool = False,
     ranks: Ranks = ALONE,
-    dealt: bool = False,
+    sharded: bool = False,
     impl: str = "auto",
 ) -> AttentionOutput:
     """Attend from absorbed queries [tokens, heads, kv_lora + rope_dim] to the selected rows of a layer's KV cache.
@@ -122,7 +122,7 @@ def attend(
     each other.
 
     ranks: as index_select takes them. Each attends to its own of the selected keys; all get the merged output, or each
-    that of its own rows (pipeline.parallel.ranks.own_rows) where they are ``dealt``.
+    that of its own rows (pipeline.parallel.ranks.own_rows) where they are ``sharded``.
     """
     rows, requests = num_decode_rows(plan), plan.context_lens.shape[0]
     parts, own_sink = [], sink if ranks.size == 1 else None  # which counts once
@@ -152,7 +152,7 @@ def attend(
     out = join(parts, q, d_v)
     if ranks.size == 1 or not parts:
         return out
-    return (merge_own_rows if dealt else merge_over_ranks)(out, ranks, sink=sink, impl=impl)
+    return (merge_own_rows if sharded else merge_over_ranks)(out, ranks, sink=sink, impl=impl)
 
 
 def join(parts: list[AttentionOutput], q: torch.Tensor, d_v: int) -> AttentionOutput:

@@ -28,7 +28,7 @@ from sparse_attn.pipeline.layouts import CacheLayouts
 from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel.context import counts_window, own_entries
 from sparse_attn.pipeline.parallel.ranks import merge_over_ranks, merge_own_rows, own_rows
-from sparse_attn.pipeline.parallel.rows import choose_dealt, deals_rows
+from sparse_attn.pipeline.parallel.rows import choose_sharded, shards_rows
 from sparse_attn.pipeline.select import (
     choose_decode,
     choose_decode_slots,
@@ -155,8 +155,8 @@ def select_entries(
     inputs = (query, cache, plan.block_table, entries, layouts.index, top_k, Options(impl, logits_bytes))
     rows = num_decode_rows(plan)
     prefill = in_place = chosen = None
-    if deals_rows(entries, alike):
-        chosen, prefill = choose_dealt(*inputs, ranks, alike)
+    if shards_rows(entries, alike):
+        chosen, prefill = choose_sharded(*inputs, ranks, alike)
     elif ranks.size > 1:
         chosen, prefill = choose_over_ranks(*inputs, ranks)
     elif entries.kv_start.shape[0]:
@@ -189,14 +189,14 @@ def attend(
     sink: torch.Tensor | None = None,
     batch_invariant: bool = False,
     ranks: Ranks = ALONE,
-    dealt: bool = False,
+    sharded: bool = False,
     impl: str = "auto",
 ) -> AttentionOutput:
     """Attend from queries [tokens, heads, dim] to each row's window in ``cache`` and its ``entries`` in ``compressed``.
 
     ratio: that of ``compressed``; ignored where that is None. batch_invariant: see pipeline.latent.attend. ranks: each
     attends to its own entries, one of them to a row's window; all get the merged output. Without entries each attends
-    for itself. dealt: see pipeline.latent.attend. Returns out [tokens, heads, dim] and lse fp32 [tokens, heads].
+    for itself. sharded: see pipeline.latent.attend. Returns out [tokens, heads, dim] and lse fp32 [tokens, heads].
     """
     rows, parts, layout = step.in_place, [], layouts.kv
     window, merged, whole_sink = step.window, ranks.size > 1 and compressed is not None, sink
@@ -221,8 +221,8 @@ def attend(
         )  # fmt: skip
     out = join(parts, q, layout.value_dim)
     if merged and parts:
-        return (merge_own_rows if dealt else merge_over_ranks)(out, ranks, sink=whole_sink, impl=impl)
-    return AttentionOutput(*(own_rows(value, ranks) for value in out)) if dealt else out
+        return (merge_own_rows if sharded else merge_over_ranks)(out, ranks, sink=whole_sink, impl=impl)
+    return AttentionOutput(*(own_rows(value, ranks) for value in out)) if sharded else out
 
 
 def _gathered(

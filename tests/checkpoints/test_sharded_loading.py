@@ -87,7 +87,7 @@ def test_nothing_of_other_ranks_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("name", ("deepseek_v32", "glm5", "deepseek_v4_flash", "deepseek_v4_pro"))
-def test_a_rank_of_eight_holds_an_eighth_of_what_is_dealt_out(name):
+def test_a_rank_of_eight_holds_an_eighth_of_what_is_sharded(name):
     """Of the published form: at most what lies on every rank, and the rest / 8."""
     spec = preset(name)
     whole = weight_bytes(spec, torch.bfloat16, "published")

@@ -100,7 +100,7 @@ def test_shares_of_all_ranks_make_the_whole(name, ranks):
     assert not any("norm" in name or "index" in name or "shared" in name for name in cut)
 
 
-def test_a_share_says_what_cannot_be_dealt_out():
+def test_a_share_says_what_cannot_be_sharded():
     for ranks, said in ((3, "allowed: a divisor of the 128 heads"), (128, "for 256 experts"), (0, "at least 1")):
         with pytest.raises(ValueError, match=said):
             share_of(preset("deepseek_v32"), ranks)
@@ -120,7 +120,7 @@ def test_plan_says_which_cards_fit(tmp_path, capsys):
     assert first["bytes"] == numbers["bytes"] and first["weights"] == numbers["weights"]
     assert all(rank["cache_bytes"] == numbers["cache_bytes"] for rank in others)
     shown = capsys.readouterr().out
-    assert "(148.65 GiB)" in shown and "dealt out over tensor ranks: heads, vocabulary" in shown
+    assert "(148.65 GiB)" in shown and "sharded over tensor ranks: heads, vocabulary" in shown
     assert main(["plan", "--preset", "tiny_v4"]) == 0
     assert "got 4 ranks for 2 groups of heads of tiny_v4" in capsys.readouterr().out
 

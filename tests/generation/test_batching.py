@@ -388,7 +388,7 @@ def test_whatever_happens_every_request_ends_once(name, data):
             break
         step()
     assert batching.idle and sorted(found) == sorted(asked) and not batching.loop.live
-    batching.seats.prefixes.clear()
+    batching.admission.prefixes.clear()
     assert len(batching.pool) == batching.pool.num_blocks
     for number, one in found.items():
         want = alone(model, *asked[number])

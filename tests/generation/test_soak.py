@@ -218,7 +218,7 @@ def check_nothing_is_lost(soak):
     assert sorted(soak.finished) == sorted(soak.asked) and not scheduled.loop.live
     assert {one.reason for one in soak.finished.values()} == {"length", "stop", "cancelled"}
     assert counts.preempted and counts.reused
-    scheduled.seats.prefixes.clear()
+    scheduled.admission.prefixes.clear()
     assert len(scheduled.pool) == scheduled.pool.num_blocks
 
 

@@ -43,8 +43,8 @@ def test_by_multi_token_prediction(name, drafts):
     while not batching.idle:
         done |= {one.request: one for one in batching.step()}
         steps += 1
-        if steps % 7 == 0 and (decoding := [one for one in batching.seats.running if one.decoding]):
-            batching.seats.preempt(decoding[-1])
+        if steps % 7 == 0 and (decoding := [one for one in batching.admission.running if one.decoding]):
+            batching.admission.preempt(decoding[-1])
         check_ledger(batching)
     for number, (prompt, most, sampling) in enumerate(asked):
         want = generate(model, [prompt], max_new_tokens=most, sampling=sampling, block_size=BLOCK, logprobs=0)
@@ -128,8 +128,8 @@ def test_captured_soak(name):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         calls += 1
-        if calls % 8 == 0 and (decoding := [one for one in loops[0].seats.running if one.decoding]):
-            loops[0].seats.preempt(decoding[-1])
+        if calls % 8 == 0 and (decoding := [one for one in loops[0].admission.running if one.decoding]):
+            loops[0].admission.preempt(decoding[-1])
         check_ledger(loops[0])
         if calls % 25 == 0:
             for loop, mine in zip(loops, found):

@@ -179,7 +179,7 @@ def test_ties_fill_selections():
 
 @pytest.mark.parametrize("gathered", (True, False))
 def test_collectives_of_a_layer(gathered, monkeypatch):
-    """One or four select decode and prefill rows together; two merge heads that cannot be dealt out."""
+    """One or four select decode and prefill rows together; two merge heads that cannot be sharded."""
     monkeypatch.setattr(pipeline_ranks, "sends_candidates", lambda rows, k, size: gathered)
     step, group = STEPS[3], Group(2)
     layer = layer_of(step, PLAIN)
@@ -207,7 +207,7 @@ def test_collectives_of_a_layer(gathered, monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", (1, 5))
-def test_heads_are_merged_where_they_are_dealt(tokens):
+def test_heads_are_merged_where_they_are_sharded(tokens):
     """As one rank merges all of them, to the bit; what is sent is what is counted."""
     generator, size, heads = torch.Generator().manual_seed(tokens), 3, 6
     outs = torch.randn(size, tokens, heads, 8, generator=generator)
@@ -274,8 +274,8 @@ def test_caches_of_a_rank(name):
     layouts, block = cache_layouts(spec, "fp8"), default_block_size(spec)
     for size, length in ((2, 32768), (8, 131072), (8, 131073), (8, 100), (3, 32767)):
         bounds = Bounds(64, 2048, length, block_size=block)
-        dealt = replace(bounds, mesh=Mesh(context=Ranks(size, 1, "g")))
-        for whole, own in zip(cache_uses(spec, layouts, bounds), cache_uses(spec, layouts, dealt), strict=True):
+        sharded = replace(bounds, mesh=Mesh(context=Ranks(size, 1, "g")))
+        for whole, own in zip(cache_uses(spec, layouts, bounds), cache_uses(spec, layouts, sharded), strict=True):
             blocks = 0 if whole.kind == "window" or "state" in whole.kind else 64 * -(-length // block)
             if blocks:
                 assert own.nbytes <= whole.nbytes / size + 64 * whole.nbytes / blocks

@@ -49,7 +49,7 @@ def test_rows_go_to_all_and_come_back_as_sums(sizes, rows, dtype):
         assert torch.equal(back, x * (size * (size + 1) // 2)), mesh
     for start in range(0, len(found), size):
         first, *others = found[start : start + size]
-        groups = [one[1].float() for one in found[start : start + size : first[0].alike]]
+        groups = [one[1].float() for one in found[start : start + size : first[0].replica_size]]
         assert all(torch.equal(one[2], first[2]) for one in others) and torch.equal(first[2][:, :6], torch.cat(groups))
 
 

@@ -11,7 +11,7 @@ from sparse_attn.mesh import ALONE, ONE_RANK, Mesh, Ranks, mesh_of, planned_mesh
 
 def test_one_rank():
     assert Mesh() == ONE_RANK and ONE_RANK.size == 1
-    assert ONE_RANK.routed == ONE_RANK.inner == ALONE and ONE_RANK.dealt is None
+    assert ONE_RANK.expert_sum == ONE_RANK.expert_tensor == ALONE and ONE_RANK.sharded is None
     assert show_mesh(ONE_RANK) == {"tensor": 1, "context": 1, "data": 1, "expert": 1}
 
 
@@ -23,11 +23,11 @@ def test_every_part_of_every_expert_lies_on_one_of_the_ranks_that_sum(tensor, co
     size = max(tensor, expert)
     for start in range(0, len(places), size):
         run = places[start : start + size]
-        assert sorted((one.expert.rank, one.inner.rank) for one in run) == [
+        assert sorted((one.expert.rank, one.expert_tensor.rank) for one in run) == [
             (which, part) for which in range(expert) for part in range(size // expert)
         ]
-        assert [one.routed.rank for one in run] == list(range(size))
-        assert {one.routed.group for one in run} == {
+        assert [one.expert_sum.rank for one in run] == list(range(size))
+        assert {one.expert_sum.group for one in run} == {
             None if size == 1 else f"{'tensor' if tensor >= expert else 'expert'} (planned)"
         }
 
@@ -35,15 +35,15 @@ def test_every_part_of_every_expert_lies_on_one_of_the_ranks_that_sum(tensor, co
 @pytest.mark.parametrize(
     ("tensor", "context", "data", "expert"), ((1, 4, 1, 4), (2, 2, 2, 8), (2, 3, 1, 2), (1, 2, 2, 1))
 )
-def test_context_ranks_of_dealt_rows_are_data_ranks_to_experts(tensor, context, data, expert):
+def test_context_ranks_of_sharded_rows_are_data_ranks_to_experts(tensor, context, data, expert):
     sizes = dict(tensor=tensor, context=context, data=data, expert=expert)
     for place in range(tensor * context * data):
         mesh = planned_mesh(**sizes, place=place)
-        dealt = mesh.dealt
-        assert dealt is not None and dealt.dealt is None and dealt.size == mesh.size
-        assert (dealt.tensor, dealt.expert, dealt.routed) == (mesh.tensor, mesh.expert, mesh.routed)
-        assert dealt.inner == mesh.inner and dealt.alike == tensor
-        assert dealt.sharing == max(1, expert // tensor)
+        sharded = mesh.sharded
+        assert sharded is not None and sharded.sharded is None and sharded.size == mesh.size
+        assert (sharded.tensor, sharded.expert, sharded.expert_sum) == (mesh.tensor, mesh.expert, mesh.expert_sum)
+        assert sharded.expert_tensor == mesh.expert_tensor and sharded.replica_size == tensor
+        assert sharded.expert_replicas == max(1, expert // tensor)
 
 
 def test_what_a_mesh_refuses():

@@ -128,7 +128,7 @@ def test_parts_have_the_shapes_they_are_said_to(name):
     assert all(shard_params(params, ONE_RANK)[one] is params[one] for one in params)
 
 
-def test_what_cannot_be_dealt_out():
+def test_what_cannot_be_sharded():
     for name, mesh, said in (
         ("tiny_v4", Mesh(tensor=Ranks(4, 0, "t")), "4 ranks for 2 groups of heads of tiny_v4"),
         ("tiny_v32", Mesh(tensor=Ranks(3, 0, "t")), "3 ranks for 8 heads of tiny_v32"),

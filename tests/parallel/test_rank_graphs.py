@@ -44,7 +44,7 @@ def copies(monkeypatch):
 @pytest.mark.parametrize("name", ("tiny_glm5", "tiny_v4"))
 def test_one_graph_of_a_rank_serves_every_batch_and_length(name, mesh, copies, monkeypatch):
     """As of one process: a compilation, and another for batches of one."""
-    monkeypatch.setattr(rows, "DEALT_KEYS", 1)
+    monkeypatch.setattr(rows, "SHARDED_KEYS", 1)
     fresh()
     spec = small(name, 3)
     params = shard_params(dict(random_params(spec, seed=0)), mesh)

@@ -40,7 +40,7 @@ class Sent(TorchDispatchMode):
     def __init__(self, mesh: Mesh):
         super().__init__()
         self.nbytes = self.calls = 0
-        self.sizes = {ranks.group: ranks.size for ranks in (mesh.tensor, mesh.context, mesh.routed)}
+        self.sizes = {ranks.group: ranks.size for ranks in (mesh.tensor, mesh.context, mesh.expert_sum)}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -87,8 +87,8 @@ def test_a_step_sends_what_is_counted(name, as_rank):
 @pytest.mark.few(2)
 @pytest.mark.parametrize("as_rank", (GRIDS[0], GRIDS[3]), indirect=True, ids=str)
 @pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
-def test_a_step_whose_rows_are_dealt_sends_what_is_counted(name, as_rank, monkeypatch):
-    monkeypatch.setattr(rows, "DEALT_KEYS", 1)
+def test_a_step_whose_rows_are_sharded_sends_what_is_counted(name, as_rank, monkeypatch):
+    monkeypatch.setattr(rows, "SHARDED_KEYS", 1)
     test_a_step_sends_what_is_counted(name, as_rank)
 
 

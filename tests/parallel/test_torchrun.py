@@ -119,7 +119,7 @@ def test_ranks_of_other_files_say_which(name, tmp_path):
     else:
         path = tmp_path / "1" / ("model.safetensors" if name == "weights" else name)
         data = bytearray(path.read_bytes())
-        if name == "weights":  # what is dealt out, and compared nowhere else
+        if name == "weights":  # what is sharded, and compared nowhere else
             data[-len(data) // 8 :] = reversed(data[-len(data) // 8 :])
         path.write_bytes(
             data.replace(b"{", b'{"x": 1,', 1) if name == "config.json" else data + b" " * (name != "weights")

@@ -207,7 +207,7 @@ def test_a_step_of_a_tensor_or_expert_rank_holds_no_more(name, step, sizes, as_o
         layouts = cache_layouts(spec, "fp8")
         bound = memory.activation_bytes(spec, bounds, H200) + memory.gathered_bytes(spec, bounds, layouts)
         held = peak(spec, bounds, layouts)
-        assert held <= bound <= (2.5 if mesh.dealt else 2) * held, (held, bound)
+        assert held <= bound <= (2.5 if mesh.sharded else 2) * held, (held, bound)
 
 
 def test_prefill_in_place_gathers_no_values(as_on_a_gpu):

@@ -188,7 +188,7 @@ def disagree_on_weights(rank: int, cases: list[Case]) -> None:
                 if (told)
                 else contextlib.nullcontext()
             ):
-                if mesh.sharing > 1:
+                if mesh.expert_replicas > 1:
                     served(case, mesh, model)
                 else:
                     generate(model, [[1, 2, 3]], max_new_tokens=1, block_size=case.block_size)

@@ -128,7 +128,7 @@ def over_mesh(work: Callable[[Mesh], Result], **sizes: int) -> list[Result]:
     size = planned_mesh(**sizes).size
     places = [planned_mesh(**sizes, place=place) for place in range(size)]
     held = [
-        {name: getattr(one, name).rank for name in ("tensor", "context", "data", "expert")} | {"inner": one.inner.rank}
+        {name: getattr(one, name).rank for name in ("tensor", "context", "data", "expert")} | {"expert_tensor": one.expert_tensor.rank}
         for one in places
     ]
     run = max(places[0].tensor.size, places[0].expert.size)
@@ -137,7 +137,7 @@ def over_mesh(work: Callable[[Mesh], Result], **sizes: int) -> list[Result]:
         ranks = getattr(places[place], name)
         if ranks.size == 1:
             return ranks
-        others = {"expert": ("inner",)}.get(name, tuple({"tensor", "context", "data"} - {name}))
+        others = {"expert": ("expert_tensor",)}.get(name, tuple({"tensor", "context", "data"} - {name}))
         members = [
             other
             for other in range(size)

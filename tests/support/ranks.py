@@ -1,4 +1,4 @@
-"""Rows of scores dealt to ranks, and what a process of several does with its own."""
+"""Rows of scores sharded to ranks, and what a process of several does with its own."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def whole_rows(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     return scores(case.kind, len(limits), case.width), torch.tensor(limits, dtype=torch.int32)
 
 
-def dealt_rows(case: Case, logits: torch.Tensor, rank: int) -> torch.Tensor:
+def shard_rows(case: Case, logits: torch.Tensor, rank: int) -> torch.Tensor:
     """The scores of one rank's blocks, a view; NaN and inf where the row has none."""
     rows, width = logits.shape
     blocks = -(-width // case.block)
@@ -58,15 +58,15 @@ def dealt_rows(case: Case, logits: torch.Tensor, rank: int) -> torch.Tensor:
     padded = torch.full((rows, blocks * case.size * case.block + 1), math.inf)
     padded[:, 1::2] = NAN
     padded[:, :width] = logits
-    dealt = padded[:, :-1].unflatten(1, (blocks, case.size, case.block))[:, :, rank].flatten(1)
-    return torch.cat([dealt, torch.full((rows, 3), math.inf)], 1)[:, :-3]  # rows with a gap between
+    sharded = padded[:, :-1].unflatten(1, (blocks, case.size, case.block))[:, :, rank].flatten(1)
+    return torch.cat([sharded, torch.full((rows, 3), math.inf)], 1)[:, :-3]  # rows with a gap between
 
 
 def by_candidates(case: Case, logits: torch.Tensor, limits: torch.Tensor, device, impl: str = "auto", start: int = 0):
     """What each rank selects from all ranks' candidates. start: columns in front of every row."""
     packed, columns = [], []
     for rank in range(case.size):
-        local = torch.nn.functional.pad(dealt_rows(case, logits, rank), (start, 0), value=math.inf).to(device)
+        local = torch.nn.functional.pad(shard_rows(case, logits, rank), (start, 0), value=math.inf).to(device)
         ends = (local_limits(limits, Ranks(case.size, rank, "g"), block_size=case.block) + start).to(device)
         starts = torch.full_like(ends, start) if start else None
         columns.append(top_k_per_row(local, case.k, starts, ends, impl="reference"))
@@ -83,7 +83,7 @@ def over_ranks(
 ) -> list[torch.Tensor]:
     """What each rank selects, by its steps alone. in_fours: rows can be read four columns at a time."""
     ranks = range(case.size)
-    local = [dealt_rows(case, logits, rank).to(device) for rank in ranks]
+    local = [shard_rows(case, logits, rank).to(device) for rank in ranks]
     if in_fours:
         width = local[0].shape[1]
         local = [torch.nn.functional.pad(own, (0, 4 + -width % 4), value=math.inf)[:, :width] for own in local]
@@ -136,7 +136,7 @@ def run_group(ranks: Ranks, group, compiled: bool) -> None:
     for case in CASES:
         case = case._replace(size=ranks.size)
         logits, limits = whole_rows(case)
-        own, ends = dealt_rows(case, logits, ranks.rank), local_limits(limits, ranks, block_size=case.block)
+        own, ends = shard_rows(case, logits, ranks.rank), local_limits(limits, ranks, block_size=case.block)
         given = [RowScores(own, None, ends)], case.k, ranks
         with Collectives() as seen:
             chosen = top_k_over_ranks(*given, block_size=case.block)[0]

@@ -3,7 +3,7 @@
 Blocks of ``ranks.size * block_size`` positions are what a request owns, in the block table and in every plan that is
 not of a rank; they have the same ids on all ranks. Of each such block a rank's caches hold ``block_size`` positions,
 under the same id: those behind the first ``rank * block_size``. So one rank's part of a plan is arithmetic over it, and
-nothing is exchanged to find it. Every rank computes every decode row. Prefill rows are dealt out where a step has no
+nothing is exchanged to find it. Every rank computes every decode row. Prefill rows are sharded where a step has no
 others: a rank computes what concerns a row alone for its own, and all rows' queries and keys.
 """
 
@@ -71,8 +71,8 @@ def own_entries(entries: CompressedPlan, plan: StepPlan, ranks: Ranks, *, block_
     )
 
 
-def deals_prefill(plan: StepPlan, ranks: Ranks) -> bool:
-    """Whether a step's rows are dealt out to ranks: several prefill rows, and no others."""
+def shards_prefill(plan: StepPlan, ranks: Ranks) -> bool:
+    """Whether a step's rows are sharded to ranks: several prefill rows, and no others."""
     return ranks.size > 1 and plan.context_lens.shape[0] == 0 and plan.positions.shape[0] > 1
 
 

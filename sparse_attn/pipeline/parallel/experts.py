@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn.mesh import Mesh
-from sparse_attn.pipeline.parallel.ranks import dealt_rows, rows_each, stack_over_ranks, sum_over_ranks, swap_over_ranks
+from sparse_attn.pipeline.parallel.ranks import rows_each, shard_rows, stack_over_ranks, sum_over_ranks, swap_over_ranks
 
 FP32 = 4  # bytes; of an id, too
 NOBODY = -1  # the expert of a row of padding
@@ -21,20 +21,20 @@ NOBODY = -1  # the expert of a row of padding
 
 def sent_rows(rows: int, mesh: Mesh) -> int:
     """Rows that one rank sends, of those of its step."""
-    return rows if mesh.alike == 1 or rows == 1 else rows_each(rows, mesh.alike)
+    return rows if mesh.replica_size == 1 or rows == 1 else rows_each(rows, mesh.replica_size)
 
 
 def dispatched_rows(rows: int, mesh: Mesh) -> int:
     """Rows that every rank computes its experts for, of a step of ``rows`` on each data rank; padding among them."""
-    return rows if mesh.sharing == 1 else mesh.expert.size * sent_rows(rows, mesh)
+    return rows if mesh.expert_replicas == 1 else mesh.expert.size * sent_rows(rows, mesh)
 
 
 def most_dispatched(decode: int, prefill: int, mesh: Mesh) -> int:
     """dispatched_rows of the step that has most, of up to ``decode`` and ``prefill`` rows."""
     found = dispatched_rows(decode + prefill, mesh)
-    if mesh.dealt is None or prefill < 2:
+    if mesh.sharded is None or prefill < 2:
         return found
-    return max(found, dispatched_rows(dealt_rows(prefill, mesh.context), mesh.dealt))
+    return max(found, dispatched_rows(shard_rows(prefill, mesh.context), mesh.sharded))
 
 
 def way_of(rows: int, mesh: Mesh) -> str:
@@ -46,9 +46,9 @@ def way_of(rows: int, mesh: Mesh) -> str:
     no bytes to speak of. Which it is follows from the mesh and from whether there is one row, so no other number of
     rows compiles anew.
     """
-    if mesh.sharing == 1:
+    if mesh.expert_replicas == 1:
         return "replicated"
-    return "sum" if rows == 1 and mesh.alike > 1 else "exchange"
+    return "sum" if rows == 1 and mesh.replica_size > 1 else "exchange"
 
 
 def dispatch(
@@ -56,7 +56,7 @@ def dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The rows of all data ranks that share experts: x [T, D], weights fp32 and ids int32 [T, K] -> the same of
     dispatched_rows, in the order of ranks. One collective. Rows of padding are zeros, of no expert."""
-    dtype, top_k, alike = x.dtype, ids.shape[1], mesh.alike
+    dtype, top_k, alike = x.dtype, ids.shape[1], mesh.replica_size
     if alike > 1:
         own = sent_rows(x.shape[0], mesh)
         more = own * alike - x.shape[0]
@@ -76,8 +76,8 @@ def combine(out: torch.Tensor, rows: int, mesh: Mesh) -> torch.Tensor:
     are added up in fp32 in the order of ranks where they are exchanged. One to three collectives, see way_of."""
     ranks, own = mesh.expert, sent_rows(rows, mesh)
     if way_of(rows, mesh) == "sum":
-        groups = torch.unflatten(sum_over_ranks(out, ranks), 0, (mesh.sharing, mesh.alike * own))
-        return groups[ranks.rank // mesh.alike].narrow(0, 0, rows)
+        groups = torch.unflatten(sum_over_ranks(out, ranks), 0, (mesh.expert_replicas, mesh.replica_size * own))
+        return groups[ranks.rank // mesh.replica_size].narrow(0, 0, rows)
     parts = swap_over_ranks(torch.unflatten(out, 0, (ranks.size, own)), ranks)
     found = parts.float().sum(0).to(out.dtype)
     for shared in (mesh.tensor, mesh.context):
@@ -96,7 +96,7 @@ def dispatch_bytes(rows: int, hidden: int, top_k: int, itemsize: int, mesh: Mesh
     there, back = (size - 1) * own * (hidden * itemsize + 2 * top_k * FP32), own * hidden * itemsize
     if way == "sum":
         return there + 2 * (size - 1) * back
-    return there + (size - 1) * back + (mesh.alike - 1) * back
+    return there + (size - 1) * back + (mesh.replica_size - 1) * back
 
 
 def dispatch_calls(rows: int, mesh: Mesh) -> int:

@@ -1,6 +1,6 @@
 """What ranks that hold a part each find together: the highest scores of all, and attention over all keys.
 
-Positions are dealt by blocks: block n of a request belongs to rank n % size, where it is block n // size. Everything
+Positions are sharded by blocks: block n of a request belongs to rank n % size, where it is block n // size. Everything
 here is a pure function with functional collectives in it, which torch.compile traces. All ranks of a group call it with
 tensors of the same shapes and get to the same collectives in the same order.
 """
@@ -58,8 +58,8 @@ def swap_over_ranks(parts: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return parts if ranks.group is None else all_to_all(parts, ranks.size, ranks.group)
 
 
-def dealt_rows(rows: int, ranks: Ranks) -> int:
-    """How many of ``rows`` > 1 a rank has where they are dealt out in order."""
+def shard_rows(rows: int, ranks: Ranks) -> int:
+    """How many of ``rows`` > 1 a rank has where they are sharded in order."""
     return rows_each(rows, ranks.size)
 
 
@@ -70,20 +70,20 @@ def rows_each(rows: int, count: int) -> int:
 
 
 def first_row(rows: int, ranks: Ranks, rank: int | None = None) -> int:
-    """The first of a rank's dealt_rows; ``rank`` None: of this one's. Those of the last ranks may overlap, so that
+    """The first of a rank's shard_rows; ``rank`` None: of this one's. Those of the last ranks may overlap, so that
     none is padded."""
-    each = dealt_rows(rows, ranks)
+    each = shard_rows(rows, ranks)
     first: Any = torch.sym_min((ranks.rank if rank is None else rank) * each, rows - each)
     return first
 
 
 def own_rows(whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """This rank's dealt_rows of ``whole`` [rows, ...]."""
-    return whole.narrow(0, first_row(whole.shape[0], ranks), dealt_rows(whole.shape[0], ranks))
+    """This rank's shard_rows of ``whole`` [rows, ...]."""
+    return whole.narrow(0, first_row(whole.shape[0], ranks), shard_rows(whole.shape[0], ranks))
 
 
 def whole_rows(share: torch.Tensor, rows: int, ranks: Ranks) -> torch.Tensor:
-    """All ranks' shares [dealt_rows, ...] as [rows, ...], the same on each; of rows that overlap, those of the first
+    """All ranks' shares [shard_rows, ...] as [rows, ...], the same on each; of rows that overlap, those of the first
     rank. One collective."""
     each, found = share.shape[0], stack_over_ranks(share, ranks).flatten(0, 1)
     places = torch.arange(rows, device=share.device)
@@ -97,9 +97,9 @@ def local_limits(limits: torch.Tensor, ranks: Ranks, *, block_size: int) -> torc
     checks.check_at_least("block_size", block_size, 1)
     if ranks.size == 1:
         return limits.clamp_min(0).to(torch.int32)
-    limits, dealt = limits.long().clamp_min(0), block_size * ranks.size
-    rest = (limits % dealt - ranks.rank * block_size).clamp(0, block_size)
-    return (limits // dealt * block_size + rest).to(torch.int32)
+    limits, sharded = limits.long().clamp_min(0), block_size * ranks.size
+    rest = (limits % sharded - ranks.rank * block_size).clamp(0, block_size)
+    return (limits // sharded * block_size + rest).to(torch.int32)
 
 
 def global_positions(columns: torch.Tensor, ranks: Ranks, *, block_size: int) -> torch.Tensor:
@@ -125,7 +125,7 @@ def top_k_over_ranks(
     """This rank's own among the k largest scores of each row, of which every rank holds its own keys', exactly.
 
     parts: rows that are selected together. Their ends are local_limits of the rows' limits. block_size: positions of a
-    dealt block, the first of which is at the row's start.
+    sharded block, the first of which is at the row's start.
 
     Returns int32 [rows, k] for each part: local columns relative to the row's start, ascending, packed to the front, -1
     behind. The union over ranks is to the bit what top_k_per_row selects from the whole rows: ties go to the lowest
@@ -231,7 +231,7 @@ def merge_over_ranks(
 
     Where the ranks divide the heads, each merges its own heads' outputs, which are exchanged, and the merged ones are
     gathered: three collectives, and less to send than all outputs of all ranks. Those are gathered for a lone token,
-    and where heads cannot be dealt out: two collectives. merged_bytes counts them.
+    and where heads cannot be sharded: two collectives. merged_bytes counts them.
 
     Of one rank ``local`` is returned as it is where there is no sink.
     """
@@ -258,10 +258,10 @@ def merge_over_ranks(
 def merge_own_rows(
     local: AttentionOutput, ranks: Ranks, *, sink: torch.Tensor | None = None, impl: str = "auto"
 ) -> AttentionOutput:
-    """As merge_over_ranks, of this rank's own_rows alone: out [dealt_rows, heads, d_v], lse [dealt_rows, heads]. Two
+    """As merge_over_ranks, of this rank's own_rows alone: out [shard_rows, heads, d_v], lse [shard_rows, heads]. Two
     collectives, which exchange outputs by rows; no merged one is gathered."""
     rows = local.lse.shape[0]
-    each, firsts = dealt_rows(rows, ranks), [first_row(rows, ranks, rank) for rank in range(ranks.size)]
+    each, firsts = shard_rows(rows, ranks), [first_row(rows, ranks, rank) for rank in range(ranks.size)]
     outs, lses = (
         swap_over_ranks(torch.stack([value.narrow(0, first, each) for first in firsts]), ranks) for value in local
     )

@@ -1,4 +1,4 @@
-"""Rows of the indexer, dealt to ranks that hold the same index keys.
+"""Rows of the indexer, sharded to ranks that hold the same index keys.
 
 Tensor ranks hold whole index caches. Cutting index heads would leave each of them all keys to read, and partial scores
 to add up: more bytes on the wire than scores are. A rank scores and selects its share of the rows instead, with all
@@ -12,27 +12,27 @@ import torch
 from sparse_attn.layout import IndexLayout
 from sparse_attn.mesh import Ranks
 from sparse_attn.pipeline.options import Options
-from sparse_attn.pipeline.parallel.ranks import dealt_rows, first_row, whole_rows
+from sparse_attn.pipeline.parallel.ranks import first_row, shard_rows, whole_rows
 from sparse_attn.pipeline.select import choose_decode, choose_over_ranks, choose_prefill
 from sparse_attn.types import CompressedPlan, QuantisedQuery, StepPlan
 
-DEALT_KEYS = 32768  # that a row may have: with fewer, a collective takes longer than the rows of the other ranks
+SHARDED_KEYS = 32768  # that a row may have: with fewer, a collective takes longer than the rows of the other ranks
 
 
 def shares_rows(keys: int, ranks: Ranks) -> bool:
     """Whether ``ranks``, which hold the same index keys, share the rows of steps in which a row may have ``keys``."""
-    return ranks.size > 1 and keys >= DEALT_KEYS
+    return ranks.size > 1 and keys >= SHARDED_KEYS
 
 
-def deals_rows(plan: StepPlan | CompressedPlan, ranks: Ranks) -> bool:
-    """Whether rows are dealt: several, with many keys, all of them of decode requests or all of prefills."""
+def shards_rows(plan: StepPlan | CompressedPlan, ranks: Ranks) -> bool:
+    """Whether rows are sharded: several, with many keys, all of them of decode requests or all of prefills."""
     requests, rows = plan.context_lens.shape[0], plan.kv_start.shape[0]
     if not shares_rows(plan.max_context, ranks) or (requests > 0) == (rows > 0):
         return False
     return (requests or rows) > 1
 
 
-def choose_dealt(
+def choose_sharded(
     query: QuantisedQuery,
     cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -43,11 +43,11 @@ def choose_dealt(
     keys: Ranks,
     ranks: Ranks,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """As choose_over_ranks, where deals_rows. keys: ranks that hold a part of the keys each. ranks: those that hold the
-    same keys, and share the rows. One collective over those."""
+    """As choose_over_ranks, where shards_rows. keys: ranks that hold a part of the keys each. ranks: those that hold
+    the same keys, and share the rows. One collective over those."""
     requests, next_n = plan.context_lens.shape
     units, width = (requests, next_n) if requests else (plan.kv_start.shape[0], 1)
-    each, first = dealt_rows(units, ranks), first_row(units, ranks)
+    each, first = shard_rows(units, ranks), first_row(units, ranks)
     own = QuantisedQuery(*(value.narrow(0, first * width, each * width) for value in query))
     if requests:
         block_table = block_table[:requests].narrow(0, first, each)
@@ -64,6 +64,6 @@ def choose_dealt(
     return (whole, None) if requests else (None, whole)
 
 
-def dealt_bytes(units: int, top_k: int, ranks: Ranks) -> int:
+def sharded_bytes(units: int, top_k: int, ranks: Ranks) -> int:
     """Bytes that a rank sends, counted as pipeline.parallel.ranks.exchanged_bytes counts."""
-    return (ranks.size - 1) * dealt_rows(units, ranks) * top_k * 4 if ranks.size > 1 < units else 0
+    return (ranks.size - 1) * shard_rows(units, ranks) * top_k * 4 if ranks.size > 1 < units else 0

@@ -17,8 +17,8 @@ from sparse_attn.models.exchange import step_bytes
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.pipeline.parallel import rows as deal
-from sparse_attn.pipeline.parallel.ranks import dealt_rows, merge_over_ranks, merge_own_rows, own_rows, whole_rows
-from sparse_attn.pipeline.parallel.rows import deals_rows, dealt_bytes
+from sparse_attn.pipeline.parallel.ranks import merge_over_ranks, merge_own_rows, own_rows, shard_rows, whole_rows
+from sparse_attn.pipeline.parallel.rows import sharded_bytes, shards_rows
 from sparse_attn.spec import preset
 from sparse_attn.types import AttentionOutput
 
@@ -47,11 +47,11 @@ def test_ranks_that_share_rows_select_what_each_would_alone(sizes, name, cache, 
 
     with torch.no_grad():
         want = over_mesh(run, **sizes)
-        whole = deal.choose_dealt
-        monkeypatch.setattr(deal, "DEALT_KEYS", 1)
+        whole = deal.choose_sharded
+        monkeypatch.setattr(deal, "SHARDED_KEYS", 1)
         for module in ("latent", "windowed"):
             monkeypatch.setattr(
-                f"sparse_attn.pipeline.{module}.choose_dealt", lambda *args, **kw: asked.append(1) or whole(*args, **kw)
+                f"sparse_attn.pipeline.{module}.choose_sharded", lambda *args, **kw: asked.append(1) or whole(*args, **kw)
             )
         got = over_mesh(run, **sizes)
     assert len(asked) >= 2 * (len(STEPS) - 1 + len(PREFILLS))
@@ -59,19 +59,19 @@ def test_ranks_that_share_rows_select_what_each_would_alone(sizes, name, cache, 
         assert all(torch.equal(one, other) for one, other in zip(own, alone, strict=True))
 
 
-def test_when_rows_are_dealt(monkeypatch):
+def test_when_rows_are_sharded(monkeypatch):
     two, eight = planned_mesh(tensor=2).tensor, planned_mesh(tensor=8).tensor
     model = Model(
         preset("tiny_v32"), dict(random_params(preset("tiny_v32"), 0)), cache_layouts(preset("tiny_v32"), "fp8")
     )
     lone, some = (plan_of(model, decode_state(batch, 9)) for batch in (1, 3))
     prefill = prefill_plan(model, [4, 5], [0, 0], 60)
-    assert not any(deals_rows(plan, two) for plan in (lone, some, prefill))
-    monkeypatch.setattr(deal, "DEALT_KEYS", 1)
-    assert [deals_rows(plan, two) for plan in (lone, some, prefill)] == [False, True, True]
-    assert not deals_rows(some, ALONE)
-    assert [dealt_rows(units, eight) for units in (2, 3, 16, 17, 64)] == [2, 2, 2, 3, 8]
-    assert dealt_bytes(64, 2048, eight) == 7 * 8 * 2048 * 4 and dealt_bytes(1, 2048, eight) == 0
+    assert not any(shards_rows(plan, two) for plan in (lone, some, prefill))
+    monkeypatch.setattr(deal, "SHARDED_KEYS", 1)
+    assert [shards_rows(plan, two) for plan in (lone, some, prefill)] == [False, True, True]
+    assert not shards_rows(some, ALONE)
+    assert [shard_rows(units, eight) for units in (2, 3, 16, 17, 64)] == [2, 2, 2, 3, 8]
+    assert sharded_bytes(64, 2048, eight) == 7 * 8 * 2048 * 4 and sharded_bytes(1, 2048, eight) == 0
     monkeypatch.undo()
     long, short = (
         step_bytes(
@@ -79,12 +79,12 @@ def test_when_rows_are_dealt(monkeypatch):
         )
         for tokens in (131072, 8192)
     )
-    assert long["tensor"] - short["tensor"] == 61 * dealt_bytes(64, 2048, eight)
+    assert long["tensor"] - short["tensor"] == 61 * sharded_bytes(64, 2048, eight)
 
 
 @pytest.mark.parametrize("rows", (2, 7, 12))
 @pytest.mark.parametrize("size", (2, 3, 4))
-def test_rows_that_are_dealt_and_merged(size, rows):
+def test_rows_that_are_sharded_and_merged(size, rows):
     """A rank's own rows are those of the whole; what it merges is what all merge, to the bit."""
 
     def run(mesh: Mesh):
@@ -101,11 +101,11 @@ def test_rows_that_are_dealt_and_merged(size, rows):
 
 @pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
 @pytest.mark.parametrize("sizes", (dict(context=3), dict(context=2, tensor=2, expert=4)), ids=str)
-def test_prefill_rows_that_are_dealt_give_the_same_logits(sizes, name, monkeypatch):
+def test_prefill_rows_that_are_sharded_give_the_same_logits(sizes, name, monkeypatch):
     """And so do decode rows behind them: the same keys were written."""
     spec = small(name, 2)
     if spec.moe.num_experts % sizes.get("expert", 1):
-        pytest.skip("experts that cannot be dealt out")
+        pytest.skip("experts that cannot be sharded")
     params = dict(random_params(spec, seed=0))
 
     def run(mesh: Mesh):
@@ -120,7 +120,7 @@ def test_prefill_rows_that_are_dealt_give_the_same_logits(sizes, name, monkeypat
     with torch.no_grad():
         got = over_mesh(run, **sizes)
         for module in ("deepseek_v32", "deepseek_v4"):
-            monkeypatch.setattr(f"sparse_attn.models.{module}.deals_prefill", lambda *_: False)
+            monkeypatch.setattr(f"sparse_attn.models.{module}.shards_prefill", lambda *_: False)
         want = over_mesh(run, **sizes)
     for own, alone in zip(got, want, strict=True):
         for one, other in zip(own, alone, strict=True):
