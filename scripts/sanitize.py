@@ -32,12 +32,10 @@ import gpu_gate
 
 TOOLS = ("memcheck", "synccheck", "racecheck", "initcheck")
 # Where the kernels for Hopper are tested. What rank_topk and top-k run there is their portable tests' as well.
-HOPPER = (
-    "attention_decode_fp8", "attention_decode_fp8_latents", "attention_prefill_bf16", "attention_swap_ab",
-    "attention_two_caches", "grouped_linear_expanded", "grouped_linear_fp8", "grouped_linear_hopper",
-    "grouped_linear_swap_ab", "index_logits_decoded", "index_logits_hopper", "index_logits_mxfp4", "rank_topk", "topk",
-    "topk_grouped", "topk_slots",
-)  # fmt: skip
+HOPPER = """
+    attention_decode_fp8 attention_decode_fp8_latents attention_prefill_bf16 attention_swap_ab attention_two_caches
+    grouped_linear_expanded grouped_linear_fp8 grouped_linear_hopper grouped_linear_swap_ab index_logits_decoded
+    index_logits_hopper index_logits_mxfp4 rank_topk topk topk_grouped topk_slots""".split()
 EXPERTS = "tests/ops/test_experts.py", "streamed or every_e2m1 or spans"  # most of its tests are of other kernels
 POOLED = "not beyond_2_31 and not seventy_thousand and not capture and not replay"
 REPORT = re.compile(r"^========= (?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY|Target app)\w", re.MULTILINE)

@@ -15,9 +15,8 @@ from sparse_attn.cli.main import main
 from sparse_attn.models.params import random_params
 from sparse_attn.spec import preset
 
-BOS, USER, ASSISTANT, THINK, END_THINK = SPECIAL = (
-    "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>",
-)  # fmt: skip
+BOS, USER, ASSISTANT, THINK, END_THINK = SPECIAL = """
+    <｜begin▁of▁sentence｜> <｜User｜> <｜Assistant｜> <think> </think>""".split()
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Hello {USER}"}]
 QUIET = {"messages": HELLO, "thinking": {"type": "disabled"}}

@@ -19,10 +19,8 @@ from sparse_attn.pipeline import cache_layouts
 from sparse_attn.spec import preset
 
 BLOCKS = 3
-TENSORS = (
-    "request_ids", "positions", "limits", "slot_mapping", "block_table", "context_lens",
-    "kv_indptr", "kv_start", "kv_end",
-)  # fmt: skip
+TENSORS = """
+    request_ids positions limits slot_mapping block_table context_lens kv_indptr kv_start kv_end""".split()
 
 
 def planner(device="cpu", **sizes):

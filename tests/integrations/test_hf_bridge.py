@@ -279,11 +279,9 @@ def test_a_layer_is_absorbed_where_accelerate_moves_its_inputs_and_refused_where
 
 
 CALLED = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "indexer.wq_b", "indexer.wk", "indexer.weights_proj")
-CALLED_BY_V4 = (
-    "q_a_proj", "q_b_proj", "kv_proj", "o_b_proj", "compressor.kv_proj", "compressor.gate_proj",
-    "compressor.indexer.kv_proj", "compressor.indexer.gate_proj", "compressor.indexer.q_b_proj",
-    "compressor.indexer.scorer.weights_proj",
-)  # fmt: skip
+CALLED_BY_V4 = """
+    q_a_proj q_b_proj kv_proj o_b_proj compressor.kv_proj compressor.gate_proj compressor.indexer.kv_proj
+    compressor.indexer.gate_proj compressor.indexer.q_b_proj compressor.indexer.scorer.weights_proj""".split()
 NORMS = ("q_a_norm", "kv_norm", "compressor.kv_norm", "compressor.indexer.kv_norm")
 
 

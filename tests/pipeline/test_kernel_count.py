@@ -17,11 +17,9 @@ from sparse_attn.pipeline import attend, cache_layouts, index_select, write_inde
 from sparse_attn.spec import preset
 
 BLOCK, WIDTH, BATCH = 64, 64, 8
-OURS = (
-    "attend", "biased_grouped_topk", "combine", "compressed_rows", "entry_indices", "indexer_q_rope_quant", "insert_keys", "keep",
-    "merge", "mix", "pack_rows", "paged_mqa_logits", "plan_rows", "pool", "select_sampled", "select_single_cta",
-    "write_rows",
-)  # fmt: skip
+OURS = """
+    attend biased_grouped_topk combine compressed_rows entry_indices indexer_q_rope_quant insert_keys keep merge mix
+    pack_rows paged_mqa_logits plan_rows pool select_sampled select_single_cta write_rows""".split()
 MAX_CONTEXT = BLOCK * WIDTH
 
 

@@ -17,13 +17,11 @@ FACTORIES = {getattr(torch, name) for name in (
     "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
     "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
 )}  # fmt: skip
-FILES = (
-    "attention", "attention_split_kv", "attention_two_caches", "compressed_plan", "compressor", "debug", "differences",
-    "errors", "generate", "hyper_connection", "index_cache", "index_logits", "index_query", "index_topk", "kv_cache",
-    "kv_cache_planar", "layout", "loading", "loading_v4", "models", "models_fp8", "models_v4", "paging", "pipeline",
-    "plan_cache", "properties", "quality", "ragged", "ragged_windows", "rope", "router", "router_scores", "sampling",
-    "saving", "step_plan", "topk", "topk_grouped", "topk_slots",
-)  # fmt: skip
+FILES = """
+    attention attention_split_kv attention_two_caches compressed_plan compressor debug differences errors generate
+    hyper_connection index_cache index_logits index_query index_topk kv_cache kv_cache_planar layout loading
+    loading_v4 models models_fp8 models_v4 paging pipeline plan_cache properties quality ragged ragged_windows rope
+    router router_scores sampling saving step_plan topk topk_grouped topk_slots""".split()
 
 
 def suits(item, every: int) -> bool:
