@@ -56,8 +56,9 @@ def define_op(
     launch = functools.cache(launch)  # every eager call asks
     named = tuple(kernel.name for kernel in kernels)
     referred, ruled = (taking(function, names[:-1]) for function in (reference, rules))
-    given = dict(reference=referred, rules=ruled, launch=launch, kernels=named)
-    real = _implementation(name, names, tensors, end=(overload, qualified), **given)
+    real = _implementation(
+        name, names, tensors, reference=referred, rules=ruled, launch=launch, kernels=named, end=(overload, qualified)
+    )
     scalars = [
         (place, argument.name, *SCALARS[str(argument.real_type)])  # a dtype's type is int, too
         for place, argument in enumerate(arguments)

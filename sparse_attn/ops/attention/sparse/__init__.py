@@ -330,7 +330,9 @@ def _unpacked(
     cache: torch.Tensor | None, ragged: Ragged | None, layout: KvLayout | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, str]:
     """(cache, indices, indptr, name of the layout) of a second cache that was checked."""
-    return (None, None, None, "") if ragged is None or layout is None else (cache, *ragged, layout.name)
+    if ragged is None or layout is None:
+        return None, None, None, ""
+    return cache, ragged.indices, ragged.indptr, layout.name
 
 
 def _check_sink(sink: torch.Tensor | None, heads: int) -> None:
