@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from conftest import big, long
 from support.processes import run_processes
-from support.ranks import CASES, Case, by_candidates, combined, dealt_rows, over_ranks, run_rank, whole_rows
+from support.ranks import CASES, Case, by_candidates, combined, over_ranks, run_rank, shard_rows, whole_rows
 
 from sparse_attn import top_k_per_row
 from sparse_attn.device import pdl
@@ -221,7 +221,7 @@ def test_what_ranks_refuse():
 def test_opcheck():
     case = CASES[0]
     logits, limits = whole_rows(case)
-    local, ends = dealt_rows(case, logits, 0), local_limits(limits, Ranks(case.size, 0, "g"), block_size=case.block)
+    local, ends = shard_rows(case, logits, 0), local_limits(limits, Ranks(case.size, 0, "g"), block_size=case.block)
     sums, state = count_digits(local, case.k, 0, None, None, None, ends)
     opcheck("count_digits", local, None, ends, sums, state, case.k, 1, "auto")
     sums = torch.ones(local.shape[0], 1024, dtype=torch.int32)
@@ -235,7 +235,7 @@ def test_opcheck():
 def test_opcheck_of_candidates():
     case = CASES[0]
     logits, limits = whole_rows(case)
-    local, ends = dealt_rows(case, logits, 0), local_limits(limits, Ranks(case.size, 0, "g"), block_size=case.block)
+    local, ends = shard_rows(case, logits, 0), local_limits(limits, Ranks(case.size, 0, "g"), block_size=case.block)
     columns = top_k_per_row(local, case.k, None, ends)
     opcheck("pack_candidates", local, columns, None, case.block, "auto")
     packed = pack_candidates(local, columns, block_size=case.block)

@@ -201,7 +201,7 @@ def test_every_kernel_of_every_operator_package_is_among_the_cases():
             modules = {
                 name.asname or name.name: f"{node.module}.{name.name}" for node in imported for name in node.names
             }
-            for match in re.finditer(r"^ +(?:(\w+)\.)?(\w+)\[(?:\(|grid\])", text, re.M):
+            for match in re.finditer(r"^ +(?:(\w+)\.)?(\w+)\[(?:\(|grid\]|ctas\])", text, re.M):
                 module = (
                     modules[match[1]] if match[1] else modules.get(match[2], f"{own}.{match[2]}").rpartition(".")[0]
                 )

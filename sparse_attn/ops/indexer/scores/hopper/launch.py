@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 import triton
 from triton.experimental.gluon import language as gl
@@ -122,7 +120,8 @@ def paged(call: Paged, plan: HopperPlan) -> None:
         TensorDescriptor.from_tensor(codes.view(FP8).unflatten(1, (-1, dim)), [1, block_size, dim], _codes(dim, 3)),
         TensorDescriptor.from_tensor(scales, [1, block_size], _values()),
     )
-    _score_paged(paged_kernels, call, plan, operands)
+    others, constants = _paged(call, plan)
+    paged_kernels.paged_mqa_logits[(plan.ctas,)](*operands, *others, **constants)
 
 
 def score_paged_mxfp4(call: Paged, plan: HopperPlan) -> None:
@@ -138,7 +137,8 @@ def score_paged_mxfp4(call: Paged, plan: HopperPlan) -> None:
         ),
         TensorDescriptor.from_tensor(scales, [1, scales.shape[1]], _values()),
     )
-    _score_paged(paged_mxfp4, call, plan, operands, queries.stride()[:2])
+    others, constants = _paged(call, plan, queries.stride()[:2])
+    paged_mxfp4.paged_mqa_logits[(plan.ctas,)](*operands, *others, **constants)
 
 
 def _parts(call: Paged, code_bytes: int, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,10 +151,11 @@ def _parts(call: Paged, code_bytes: int, scale_dtype: torch.dtype) -> tuple[torc
     return codes, torch.as_strided(cache, scales, step, cache.storage_offset() + code_bytes).view(scale_dtype)
 
 
-def _score_paged(
-    kernels: ModuleType, call: Paged, plan: HopperPlan, operands: tuple, q_strides: tuple[int, ...] = ()
-) -> None:
-    """operands: queries, and the codes and scales of keys. q_strides: of queries that no TMA copies."""
+def _paged(
+    call: Paged, plan: HopperPlan, q_strides: tuple[int, ...] = ()
+) -> tuple[tuple[object, ...], dict[str, int | bool]]:
+    """What the kernels take behind queries, codes and scales, in order and by name. q_strides: of queries that no TMA
+    copies."""
     requests, next_n, heads, _ = call.q.shape
     early, maxima = call.early_dependents, call.out if call.maxima is None else call.maxima
     tensors = call.weights, call.context_lens, call.block_table, call.out, maxima
@@ -162,9 +163,7 @@ def _score_paged(
     pdl_tiles = SHORT * plan.ctas if early is None else (2**31 - 1 if early else -1)
     sizes = blocks, call.cache.shape[0], call.max_context_len, call.block_table.shape[1], pdl_tiles
     constants = dict(HEADS=heads, BLOCK_Q=plan.block_q, NEXT_N=next_n, CLEAR=call.clear, GROUP=call.group)
-    kernels.paged_mqa_logits[(plan.ctas,)](
-        *operands, *tensors, *sizes, *q_strides, *call.strides, **constants, **_persistent(plan, plan.stages)
-    )
+    return (*tensors, *sizes, *q_strides, *call.strides), constants | _persistent(plan, plan.stages)
 
 
 def _persistent(plan: HopperPlan, stages: int) -> dict[str, int | bool]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import triton
 
 from sparse_attn.device import grid, pdl
@@ -27,12 +25,14 @@ def prefill(call: Prefill, plan: PrefillPlan) -> None:
 def _prefill(call: Prefill, plan: PrefillPlan) -> None:
     q, k, k_scale = call.q, call.k, call.k_scale
     rows, keys = call.out.shape
-    module, q_strides, constants = _form(call, plan)
+    q_strides, constants = _form(call, plan)
     tensors = q, k, k_scale, call.weights, call.kv_start, call.kv_end, call.out
     strides = *q_strides, k.stride(0), 0 if k_scale is None else k_scale.stride(0), *call.strides
-    module.mqa_logits[(triton.cdiv(keys, plan.block_kv), triton.cdiv(rows, plan.block_q))](
-        *tensors, rows, keys, q.shape[1], *strides, **constants
-    )
+    ctas = triton.cdiv(keys, plan.block_kv), triton.cdiv(rows, plan.block_q)
+    if call.flavour == MXFP4:
+        mxfp4.mqa_logits[ctas](*tensors, rows, keys, q.shape[1], *strides, **constants)
+    else:
+        kernels.mqa_logits[ctas](*tensors, rows, keys, q.shape[1], *strides, **constants)
 
 
 def clear_outside(call: Prefill) -> None:
@@ -49,21 +49,20 @@ def paged(call: Paged, plan: PagedPlan) -> None:
     """``early_dependents`` is not looked at: the next launch starts when this one ends."""
     q, cache, block_table = call.q, call.cache, call.block_table
     requests, next_n, heads, _ = q.shape
-    module, q_strides, constants = _form(call, plan)
+    q_strides, constants = _form(call, plan)
     tensors = q, cache, call.weights, call.context_lens, block_table, call.out, call.maxima
     sizes = call.max_context_len, *cache.shape[:2], block_table.shape[1], heads
     strides = *q_strides, cache.stride(0), *call.strides
     constants |= dict(NEXT_N=next_n, GROUP=call.group, ONE_ENTRY=plan.one_entry)
-    module.paged_mqa_logits[(requests * triton.cdiv(next_n, plan.block_q), plan.ctas_per_block)](
-        *tensors, *sizes, *strides, **constants
-    )
+    ctas = requests * triton.cdiv(next_n, plan.block_q), plan.ctas_per_block
+    if call.flavour == MXFP4:
+        mxfp4.paged_mqa_logits[ctas](*tensors, *sizes, *strides, **constants)
+    else:
+        kernels.paged_mqa_logits[ctas](*tensors, *sizes, *strides, **constants)
 
 
-def _form(
-    call: Prefill | Paged, plan: PrefillPlan | PagedPlan
-) -> tuple[ModuleType, tuple[int, ...], dict[str, int | bool]]:
-    """The module of the kernels for the codes of a call, the strides of its queries, and what both of the kernels take
-    by name."""
+def _form(call: Prefill | Paged, plan: PrefillPlan | PagedPlan) -> tuple[tuple[int, ...], dict[str, int | bool]]:
+    """The strides of a call's queries, and what kernels for its codes take by name."""
     heads, width = call.q.shape[-2:]
     constants = dict(
         PAD_H=plan.padded_heads,
@@ -78,7 +77,7 @@ def _form(
     if call.flavour == MXFP4:  # a row's heads lie side by side
         groups = width // (GROUP // 2 + 1)
         codes = dict(GROUPS=groups, PAD_GROUPS=triton.next_power_of_2(groups))
-        return mxfp4, call.q.stride()[:-2], constants | codes
+        return call.q.stride()[:-2], constants | codes
     codes = dict(
         D=width,
         PAD_D=max(32, triton.next_power_of_2(width)),
@@ -86,4 +85,4 @@ def _form(
         FP8_DOT=plan.fp8_dot,
         FNUZ=call.flavour == "e4m3fnuz",
     )
-    return kernels, call.q.stride()[:-1], constants | codes
+    return call.q.stride()[:-1], constants | codes
