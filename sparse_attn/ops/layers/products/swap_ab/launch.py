@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -98,12 +96,14 @@ def _multiply_few(call: Experts, plan: ExpertsPlan) -> None:
     problem, ids = call.problem, call.ids.contiguous()
     placed, inner, terms = call.views
     place(call.x, placed, problem.gate_up.codes, target_of(call.x.device))
-    padded = max(16, 1 << (problem.rows - 1).bit_length())
-    counts = problem.rows, problem.k, problem.gate_up.groups
-    _gate_up(few, call, plan, problem.rows, (placed, ids), counts, inner, ROWS_PADDED=padded)
-    counts = problem.rows, problem.gate_up.groups
-    _down(few, call, plan, problem.rows, (inner, call.weights.contiguous(), ids), counts, terms, ROWS_PADDED=padded)
-    add_terms(terms, ids, call.out, problem.gate_up.groups)
+    rows, groups, padded = problem.rows, problem.gate_up.groups, max(16, 1 << (problem.rows - 1).bit_length())
+    ctas, weight, sizes, constants = _gate_up(call, plan, rows)
+    counts = rows, problem.k, groups
+    few.gate_up[ctas](placed, ids, *weight, inner, *counts, *sizes, ROWS_PADDED=padded, **constants)
+    ctas, weight, sizes, constants = _down(call, plan, rows)
+    weights = call.weights.contiguous()
+    few.down[ctas](inner, weights, ids, *weight, terms, rows, groups, *sizes, ROWS_PADDED=padded, **constants)
+    add_terms(terms, ids, call.out, groups)
 
 
 def multiply_sorted(call: Experts, plan: ExpertsPlan) -> None:
@@ -112,77 +112,54 @@ def multiply_sorted(call: Experts, plan: ExpertsPlan) -> None:
     placed, order, spans, inner, terms = call.views
     place(call.x, placed, problem.gate_up.codes, target_of(call.x.device))
     order_rows(ids, order, spans, None, None, problem.gate_up.groups, plan.block_m)
-    _gate_up(many, call, plan, len(spans), (placed, order, spans), (problem.k,), inner)
-    _down(many, call, plan, len(spans), (inner, call.weights.contiguous(), order, spans), (), terms)
+    ctas, weight, sizes, constants = _gate_up(call, plan, len(spans))
+    many.gate_up[ctas](placed, order, spans, *weight, inner, problem.k, *sizes, **constants)
+    ctas, weight, sizes, constants = _down(call, plan, len(spans))
+    many.down[ctas](inner, call.weights.contiguous(), order, spans, *weight, terms, *sizes, **constants)
     add_terms(terms, ids, call.out, problem.gate_up.groups)
 
 
-def _gate_up(
-    kernels: ModuleType,
-    call: Experts,
-    plan: ExpertsPlan,
-    tiles: int,
-    rows: Sequence[torch.Tensor],
-    counts: Sequence[int],
-    inner: torch.Tensor,
-    **constants: int,
-) -> None:
-    """rows: tensors of which ``kernels`` read rows. counts: what they know of those. constants: of these kernels."""
+class _Launch(NamedTuple):
+    """ctas: the grid. weight: its words and scales. sizes: what stands behind a kernel's own counts. constants: what
+    kernels take by name, but for their own."""
+
+    ctas: tuple[int, int]
+    weight: tuple[torch.Tensor, torch.Tensor | None]
+    sizes: tuple[float, ...]
+    constants: dict[str, Any]
+
+
+def _gate_up(call: Experts, plan: ExpertsPlan, tiles: int) -> _Launch:
+    """tiles: of rows."""
     problem, clamp, (codes, scales, layout) = call.problem, call.clamp, call.gate_up
     words, intermediate = codes.view(torch.int32), problem.down.columns
-    kernels.gate_up[(-(-2 * intermediate // plan.gate_up_block_n), tiles)](
-        *rows,
-        words,
-        scales,
-        inner,
-        *counts,
-        problem.gate_up.columns,
-        intermediate,
-        parse_weight_layout(layout).first_row,
-        0.0 if clamp is None else clamp,
-        *words.stride()[:2],
-        *scales.stride()[:2],
-        **problem.gate_up.format,
+    sizes = problem.gate_up.columns, intermediate, parse_weight_layout(layout).first_row, clamp or 0.0
+    constants = dict(
         BLOCK_K=plan.gate_up_block_k,
         BLOCK_N=plan.gate_up_block_n,
         OUT_EACH=packed_dot.CODES_PER_WORD[problem.down.codes],
         CLAMPED=clamp is not None,
         num_warps=plan.gate_up_warps,
-        **constants,
-        **_options(call, plan),
+    )
+    return _Launch(
+        (-(-2 * intermediate // plan.gate_up_block_n), tiles),
+        (words, scales),
+        (*sizes, *words.stride()[:2], *scales.stride()[:2]),
+        problem.gate_up.format | constants | _options(call, plan),
     )
 
 
-def _down(
-    kernels: ModuleType,
-    call: Experts,
-    plan: ExpertsPlan,
-    tiles: int,
-    rows: Sequence[torch.Tensor],
-    counts: Sequence[int],
-    terms: torch.Tensor,
-    **constants: int,
-) -> None:
+def _down(call: Experts, plan: ExpertsPlan, tiles: int) -> _Launch:
     """As ``_gate_up``."""
     problem, (codes, scales, layout) = call.problem, call.down
     words, hidden = codes.view(torch.int32), problem.gate_up.columns
-    kernels.down[(-(-hidden // plan.down_block_n), tiles)](
-        *rows,
-        words,
-        scales,
-        terms,
-        *counts,
-        hidden,
-        problem.down.columns,
-        parse_weight_layout(layout).first_row,
-        *words.stride()[:2],
-        *scales.stride()[:2],
-        **problem.down.format,
-        BLOCK_K=plan.down_block_k,
-        BLOCK_N=plan.down_block_n,
-        num_warps=plan.down_warps,
-        **constants,
-        **_options(call, plan),
+    sizes = hidden, problem.down.columns, parse_weight_layout(layout).first_row
+    constants = dict(BLOCK_K=plan.down_block_k, BLOCK_N=plan.down_block_n, num_warps=plan.down_warps)
+    return _Launch(
+        (-(-hidden // plan.down_block_n), tiles),
+        (words, scales),
+        (*sizes, *words.stride()[:2], *scales.stride()[:2]),
+        problem.down.format | constants | _options(call, plan),
     )
 
 
