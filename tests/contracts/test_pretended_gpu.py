@@ -77,7 +77,9 @@ def test_scheduled_requests(name, drafter, graph):
         found = {}
         while not batching.idle:
             found |= {one.request: one.tokens for one in batching.step()}
-            if not batching.occupancy().preempted and (out := [one for one in batching.admission.running if one.decoding]):
+            if not batching.occupancy().preempted and (
+                out := [one for one in batching.admission.running if one.decoding]
+            ):
                 batching.admission.preempt(out[-1])
     assert [found[number] for number in range(len(asked))] == expected
     counts = batching.occupancy()

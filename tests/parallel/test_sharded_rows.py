@@ -51,7 +51,8 @@ def test_ranks_that_share_rows_select_what_each_would_alone(sizes, name, cache, 
         monkeypatch.setattr(deal, "SHARDED_KEYS", 1)
         for module in ("latent", "windowed"):
             monkeypatch.setattr(
-                f"sparse_attn.pipeline.{module}.choose_sharded", lambda *args, **kw: asked.append(1) or whole(*args, **kw)
+                f"sparse_attn.pipeline.{module}.choose_sharded",
+                lambda *args, **kw: asked.append(1) or whole(*args, **kw),
             )
         got = over_mesh(run, **sizes)
     assert len(asked) >= 2 * (len(STEPS) - 1 + len(PREFILLS))

@@ -128,7 +128,8 @@ def over_mesh(work: Callable[[Mesh], Result], **sizes: int) -> list[Result]:
     size = planned_mesh(**sizes).size
     places = [planned_mesh(**sizes, place=place) for place in range(size)]
     held = [
-        {name: getattr(one, name).rank for name in ("tensor", "context", "data", "expert")} | {"expert_tensor": one.expert_tensor.rank}
+        {name: getattr(one, name).rank for name in ("tensor", "context", "data", "expert")}
+        | {"expert_tensor": one.expert_tensor.rank}
         for one in places
     ]
     run = max(places[0].tensor.size, places[0].expert.size)
