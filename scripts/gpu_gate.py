@@ -47,7 +47,8 @@ MARKS = ["-m", "kernel or gpu"]
 SAME = ("commit", "dirty", "versions", "gpu")  # what the parts of one result agree in
 KINDS = ("tests", "suites")
 DURATIONS = HERE / "results" / "durations.json"  # of the last whole result; parts are the same until the next one
-ALL = {"tests": 4, "suites": 16}  # parts of --all-gpus
+ALL = {"tests": 4, "suites": 8}  # parts of --all-gpus
+BESIDE = 2  # parts of tests that share a GPU: one ends in a few long tests, which leave processors idle
 NEEDED = ("pytest", "xdist", "expecttest", "safetensors", "tokenizers")
 
 
@@ -365,8 +366,8 @@ def missing() -> list[str]:
 
 
 def run_all(folder: Path, commit: str, latest: float | None, workers: int) -> int:
-    """The parts that ``folder`` lacks, the longest first, so that GPUs end together. latest: when the last may begin,
-    by time.monotonic(). Returns main's exit code."""
+    """The parts that ``folder`` lacks, tests before suites, the longest first, so that GPUs end together. latest: when
+    the last may begin, by time.monotonic(). Returns main's exit code."""
     cards, known = cards_here(), durations()
     if problems := missing() if cards else ["no GPU here"]:
         print("\n".join(f"missing: {problem}" for problem in problems))
@@ -377,17 +378,25 @@ def run_all(folder: Path, commit: str, latest: float | None, workers: int) -> in
     parts = [Part(kind, n + 1, of) for kind, of in ALL.items() for n in range(of)]
     parts.sort(key=lambda one: -sum(known.get(name, 1) for name in one.take(names_of(one.kind))))
     paths = {one: folder / f"{one.kind}-{one.number}-of-{one.of}.json" for one in parts}
-    waiting: queue.SimpleQueue[Part] = queue.SimpleQueue()
+    waiting: dict[str, queue.SimpleQueue[Part]] = {kind: queue.SimpleQueue() for kind in KINDS}
     for one, path in paths.items():
         if not path.exists():
-            waiting.put(one)
+            waiting[one.kind].put(one)
 
-    def serve(card: str, copy: Path) -> None:
+    def serve(card: str, copies: Path) -> None:
+        with ThreadPoolExecutor(BESIDE) as beside:
+            ended = [beside.submit(run_kind, "tests", card, copies / f"card-{card}-{n}") for n in range(BESIDE)]
+            for each in ended:
+                each.result()
+        run_kind("suites", card, copies / f"card-{card}")  # nothing beside what is timed
+
+    def run_kind(kind: str, card: str, copy: Path) -> None:
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": card, "PYTEST_ADDOPTS": f"-n {workers} --dist worksteal"}
+        addopts = f"-n {max(1, workers // BESIDE)} --dist worksteal"
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": card, "PYTEST_ADDOPTS": addopts}
         while latest is None or time.monotonic() < latest:
             try:
-                one = waiting.get_nowait()
+                one = waiting[kind].get_nowait()
             except queue.Empty:
                 return
             command = [sys.executable, str(copy / "scripts/gpu_gate.py"), "--fresh", "--commit", commit]
@@ -399,7 +408,7 @@ def run_all(folder: Path, commit: str, latest: float | None, workers: int) -> in
 
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as copies, ThreadPoolExecutor(len(cards)) as pool:
-        served = [pool.submit(serve, card, Path(copies) / f"card-{card}") for card in cards]
+        served = [pool.submit(serve, card, Path(copies)) for card in cards]
         for each in served:
             each.result()  # raises what stopped a GPU
     found = [json.loads(path.read_text()) for path in paths.values() if path.exists()]
