@@ -73,6 +73,12 @@ def question(length: int = 1024, seed: int = 2) -> tuple[str, str]:
     return "".join(document.pieces[:asked]), document.pieces[asked]
 
 
+def asked_record(read: str) -> range:
+    """Where the record lies in a question's text whose key stands at the text's end."""
+    start = read.index(read[read.rindex("[") :])
+    return range(start, start + MENTION_BYTES)
+
+
 def _retrieval(draw: random.Random, text: str, length: int, queries: int | None) -> Document:
     tail, cells = tail_of(length) // CELL, length // CELL
     asked = min(cells - tail, tail, cells if queries is None else queries)

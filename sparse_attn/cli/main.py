@@ -19,6 +19,7 @@ from sparse_attn.cli import (
     jsonl,
     output,
     plan_report,
+    plot,
     quality_report,
     report,
     sources,
@@ -174,8 +175,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot",
         type=Path,
-        metavar="FILE.png",
-        help="draw which bytes the indexers selected for the new tokens over the text (needs matplotlib)",
+        metavar="FILE",
+        help="draw what each layer's indexer selected over the context for the tokens of the answer, or for the last "
+        "ones: .png, .svg, .pdf (needs matplotlib)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write ids, timing and counts")
     parser.add_argument("--dump-logits", type=Path, metavar="FILE",
@@ -253,7 +255,7 @@ def _generate(options: argparse.Namespace, mesh: Mesh, stack: contextlib.ExitSta
         raise ValueError(f"--stop: got a text, allowed: none, {source.folder or spec.name} holds no tokenizer.json")
     prompt, expected = ([], None) if options.prompts else _prompt(options, source, tokenizer)
     if options.plot:
-        output.check_plot(prompt, tokenizer)
+        output.check_plot(spec)
     index_cache = options.index_cache or _default_index_cache(source.config, spec, options.cache)
     sampling = _sampling(options, stop_ids)
     job = None
@@ -313,8 +315,9 @@ def _generate(options: argparse.Namespace, mesh: Mesh, stack: contextlib.ExitSta
     if options.json:
         write_json(options.json, written)
     output.show(written, spec, tokenizer.decode(prompt) if tokenizer and expected else None, expected)
-    if watch and tokenizer:
-        output.plot(options.plot, spec, prompt, result.tokens[0], watch.selected, tokenizer, facts["model"])
+    if watch:
+        drawn = output.steps(spec, prompt, result.tokens[0], watch.selected, tokenizer, source.name, expected)
+        plot.save(options.plot, plot.draw(drawn))
     return 0
 
 

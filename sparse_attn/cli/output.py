@@ -1,16 +1,16 @@
-"""What `generate` prints in the terminal, and the picture it draws."""
+"""What `generate` prints in the terminal, and what it draws."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from sparse_attn.cli.plot import draw
+from sparse_attn.cli.documents import asked_record
+from sparse_attn.cli.plot import Steps
 from sparse_attn.generation import text
-from sparse_attn.generation.selections import attended, by_layer, indexed_layers, shares
+from sparse_attn.generation.selections import attended, by_layer, indexed_layers
 from sparse_attn.spec import CompressedSpec, Spec
 
 PROMPT_TAIL = 300  # characters of a prompt worth showing
@@ -46,30 +46,29 @@ def show(written: dict, spec: Spec | CompressedSpec, prompt: str | None, expecte
     print(f"{written['prompt_tokens']} tokens read, {count} written: {spent}", file=sys.stderr)
 
 
-def check_plot(prompt: Sequence[int], tokenizer: text.Tokenizer | None) -> None:
-    """ValueError for a model whose tokens are longer than a character: the picture has one place a character."""
-    if tokenizer is None or any(len(tokenizer.decode([token])) != 1 for token in prompt):
-        raise ValueError("--plot: got a vocabulary of more than bytes, allowed: models that read ASCII byte by byte")
+def check_plot(spec: Spec | CompressedSpec) -> None:
+    """ValueError for a model without an indexer."""
+    if not indexed_layers(spec):
+        raise ValueError(f"--plot: got {spec.name}, which has no indexer, allowed: models with one")
 
 
-def plot(
-    path: Path,
+def steps(
     spec: Spec | CompressedSpec,
     prompt: Sequence[int],
     tokens: Sequence[int],
     selected: list[torch.Tensor],
-    tokenizer: text.Tokenizer,
+    tokenizer: text.Tokenizer | None,
     name: str,
-) -> None:
-    """Draw what the indexers ``selected`` while ``tokens`` were written behind ``prompt``."""
-    check_plot(prompt, tokenizer)
-    read, new = ([tokenizer.decode([token]) for token in ids] for ids in (prompt, tokens))
-    layers = indexed_layers(spec)
+    expected: str | None,
+) -> Steps:
+    """What the indexers ``selected`` while ``tokens`` were written behind ``prompt``, to draw.
+
+    expected: what the prompt asks for, if it is documents.question.
+    """
+    shown = [tokenizer.decode([token]) if tokenizer else str(token) for token in (*prompt, *tokens)]
     ratio = spec.indexed_ratio if isinstance(spec, CompressedSpec) else 1
-    share = shares(by_layer(selected, spec), slice(len(prompt) - 1, None), len(prompt) + len(tokens), ratio)
-    title = (
-        f"{name}: what {len(layers)} indexers selected for the {len(tokens)} bytes behind it "
-        f"(dark: by all, every time), {spec.index.top_k} {'keys' if ratio == 1 else f'entries of {ratio} bytes'} each "
-        f"out of up to {len(share) // ratio}"
-    )
-    draw(path, "".join(read), "".join(character[:1] for character in new), share, title)
+    record = asked_record("".join(shown[: len(prompt)])) if expected else None
+    return Steps(
+        name, shown, len(prompt), indexed_layers(spec), by_layer(selected, spec), spec.index.top_k, ratio, record,
+        len(expected or ""),
+    )  # fmt: skip

@@ -61,17 +61,18 @@ def by_layer(selected: list[torch.Tensor], spec: Spec | CompressedSpec) -> list[
     return [torch.cat(selected[layer::layers]) for layer in range(layers)]
 
 
-def shares(chosen: list[torch.Tensor], rows: slice, tokens: int, ratio: int) -> torch.Tensor:
-    """Share of (indexer, row of ``rows``) pairs that selected each of ``tokens`` tokens, fp32 [tokens].
+def shares(chosen: torch.Tensor, seen: torch.Tensor, width: int) -> torch.Tensor:
+    """Share of each bin of ``width`` entries that each row selected, of those it sees; fp32 [rows, bins], NaN where it
+    sees none.
 
-    ratio: tokens that a selected entry stands for.
+    chosen: int32 [rows, top_k] entries, -1 for none. seen: int64 [rows], how many entries each row sees.
     """
-    counts, pairs = torch.zeros(-(-tokens // ratio) + 1, dtype=torch.float32, device="cpu"), 0
-    for layer in chosen:
-        some = layer[rows].long()
-        pairs += some.shape[0]
-        counts += torch.bincount(some[some >= 0].flatten(), minlength=len(counts))[: len(counts)]
-    return (counts / max(pairs, 1)).repeat_interleave(ratio)[:tokens]
+    bins = -(-max(int(seen.max()), 1) // width)
+    places = torch.where(chosen >= 0, chosen // width, bins).long()
+    counts = torch.zeros(len(chosen), bins + 1, dtype=torch.float32, device="cpu")
+    counts.scatter_add_(1, places, torch.ones_like(places, dtype=torch.float32))
+    there = (seen[:, None] - torch.arange(bins, device="cpu") * width).clamp(0, width)
+    return counts[:, :bins] / there
 
 
 def attended(spec: Spec | CompressedSpec, tokens: int) -> tuple[float, float]:
