@@ -148,3 +148,8 @@ def test_the_changelog_begins_with_the_version():
     version = re.search(r'^__version__ = "(.*)"', (ROOT / "sparse_attn" / "version.py").read_text(), re.MULTILINE)[1]
     sections = re.findall(r"^## \[(.*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert sections[0] in ("Unreleased", version) and version in sections
+
+
+def test_the_changelog_of_a_version_is_read_in_minutes():
+    for section in re.split(r"^## \[", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]:
+        assert len(section.splitlines()) <= 120 and len(section.split()) <= 1500, section[:20]
