@@ -51,10 +51,12 @@ def combine(
     HAS_SINK: gl.constexpr,
     INF_LSE: gl.constexpr,  # as normalise takes it
 ):
+    # A thread loads 16 bytes of a split at once. LANES lanes of a warp share splits; warps share halves and columns.
     LOAD: gl.constexpr = 8 if SCALED else 4  # values of 16 bytes
     WIDE: gl.constexpr = gl.BlockedLayout([1, 1, LOAD], [LANES, 1, 32 // LANES], [1, 2, LANES], [2, 1, 0])
     EACH: gl.constexpr = gl.SliceLayout(2, WIDE)  # of a split and a half
     ACC: gl.constexpr = gl.SliceLayout(0, WIDE)
+    # Rows of this layout are halves of heads: each has a scale of its own.
     split = gl.arange(0, BLOCK_S, layout=gl.SliceLayout(1, EACH))
     half = gl.arange(0, 2 * BLOCK_M, layout=gl.SliceLayout(0, EACH))  # of the CTA's heads, one after the other
     column = gl.arange(0, D_V // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, WIDE)))
@@ -65,9 +67,11 @@ def combine(
     all_tokens = gl.num_programs(1)
     if HAS_TAIL:  # the few that have more splits first, while others combine theirs
         row = all_tokens - 1 - row
+    # Partials are attention's; the next launch may begin at once, since it waits for this one.
     wait()
     launch_dependents()
     out_row = row * heads + head
+    # Tail rows read other partials: choose by pointer, so that there is one loop.
     if HAS_TAIL:
         first = row < tokens
         out_partial = gl.where(first, out_partial, tail_out)
@@ -80,12 +84,14 @@ def combine(
         tokens = gl.where(first, tokens, all_tokens - tokens)
     stride_split = (tokens * heads).to(gl.int64)  # in rows of a head
     partial_row = row * heads + head
+    # m and l by half of a head, though both halves have the same.
     m = gl.full([2 * BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(0, EACH))
     l = gl.zeros([2 * BLOCK_M], gl.float32, gl.SliceLayout(0, EACH))
     acc = gl.zeros([2 * BLOCK_M, D_V // 2], gl.float32, ACC)
     if max_logits is not None:
         largest = gl.full([2 * BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(0, EACH))
     for begin in range(0, splits, BLOCK_S):
+        # All loads of BLOCK_S splits are issued before one is used. Splits beyond the last weigh nothing.
         valid = gl.expand_dims(begin + split < splits, 1)
         place = gl.expand_dims(partial_row + (begin + split) * stride_split, 1)
         pointers = out_partial + gl.expand_dims(place * D_V, 2) + inside
@@ -96,21 +102,27 @@ def combine(
         if max_logits is not None:
             split_max = gl.load(max_partial + place + gl.expand_dims(half // 2, 0), mask=valid, other=float("-inf"))
             largest = gl.maximum(largest, gl.max(split_max, 0))
+        # Online softmax over splits, in base 2.
         m_new = gl.maximum(m, gl.max(split_lse, 0))
+        # Where all splits are empty: -inf - -inf would be NaN.
         base = gl.where(m_new == float("-inf"), 0.0, m_new)
         rescale = gl.exp2(m - base)
         m = m_new
         weight = gl.exp2(split_lse - gl.expand_dims(base, 0))
         l = l * rescale + gl.sum(weight, 0)
+        # A partial is its fp16 values times its scale; the weight takes the scale in.
         if SCALED:
             weight = weight * scale
         acc = acc * _by_half(rescale, ACC) + gl.sum(values.to(gl.float32) * gl.expand_dims(weight, 2), 0)
+    # Divide once, by all splits' denominator and the sink.
     head_sink = gl.load(sink + head + half // 2) if HAS_SINK else 0.0
     factor, lse_row = normalise(m, l, head_sink, HAS_SINK, False, INF_LSE)
+    # Two halves have one lse: the first stores it.
     gl.store(lse + out_row + half // 2, lse_row, mask=half % 2 == 0)
     if max_logits is not None:
         gl.store(max_logits + out_row + half // 2, largest, mask=half % 2 == 0)
     result = (acc * _by_half(factor, ACC)).to(gl.bfloat16)
+    # Undo the accumulator's order: of every 32 columns, the pairs are transposed back.
     if SCALED:
         result = gl.permute(gl.reshape(result, [BLOCK_M * D_V // 32, 4, 4, 2]), (0, 2, 1, 3))
     result = gl.reshape(result, [BLOCK_M * D_V])

@@ -56,9 +56,11 @@ class Record:
 
 @gluon.jit
 def row_range(indptr, lengths, token, capacity):
+    # An indptr that lies outside is clipped: no kernel reads indices that are not there.
     """(begin, count) of a row's indices, inside [0, capacity]; only the first lengths[token], unless that is None."""
     begin = gl.maximum(gl.load(indptr + token), 0)
     count = gl.maximum(gl.minimum(gl.load(indptr + token + 1), capacity) - begin, 0)
+    # A row may use fewer indices than it has room for.
     if lengths is not None:
         count = gl.minimum(count, gl.maximum(gl.load(lengths + token), 0))
     return begin, count
@@ -77,13 +79,16 @@ def normalise(m, l, sink, HAS_SINK: gl.constexpr, split, INF_LSE: gl.constexpr):
     """(what to multiply the accumulator by, lse) of rows with maximum ``m`` (base 2) and denominator ``l``. A ``sink``
     adds to the denominator, not to lse. split: of split-KV partials lse is in base 2, and no sink counts yet. INF_LSE:
     lse of an empty row that is no partial is inf, not -inf."""
+    # An empty row has output 0 and lse -inf: no logarithm or quotient of 0.
     empty = l == 0.0
     lse2 = m + gl.log2(gl.where(empty, 1.0, l))
     factor = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))
     if HAS_SINK:
+        # A sink is one more key, of natural-log score ``sink``, without a value.
         with_sink = factor / (1.0 + gl.exp2(sink * 1.4426950408889634 - gl.where(empty, 0.0, lse2)))
         with_sink = gl.where(empty, 0.0, with_sink)  # whatever the sink is
         factor = gl.where(split, factor, with_sink)
+    # Partials keep base 2, which combine reads; ln 2 makes the row's lse natural.
     if INF_LSE:
         lse = gl.where(
             empty, gl.where(split, -float("inf"), float("inf")), lse2 * gl.where(split, 1.0, 0.6931471805599453)

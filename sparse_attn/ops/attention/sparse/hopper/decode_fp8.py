@@ -88,8 +88,10 @@ def _load_q(smem, source, stride_head, half: gl.constexpr):
 @gluon.jit
 def _wait_q(bars):
     """This warpgroup's half, then the other one's."""
+    # Own copies have landed; the fence shows them to the matrix unit.
     async_copy.wait_group(0)
     fence_async_shared()
+    # q_full counts both warpgroups: each scores with all columns.
     signal(bars.q_full)
     mbarrier.wait(bars.q_full, 0)
 
@@ -106,24 +108,30 @@ def _wg0(smem, bars, pairs, scale_log2, to, split, HAS_SINK: gl.constexpr):
     m = gl.full([BLOCK_M], initial_max(scale_log2), gl.float32, ROW)
     l = gl.zeros([BLOCK_M], gl.float32, ROW)
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
+    # Scores of the first pair's K0.
     phase = 0
     pending = qk0_half(smem, bars, 0, phase, nothing, 0)
     pending = qk0_half(smem, bars, 0, phase, pending, 1)
     scores = warpgroup_mma_wait(0, deps=(pending,))
     for i in range(pairs):
         zero = i >> 20
+        # The producer stores which keys are valid before it signals K0l.
         kv_valid = smem.kv_valid.index(0).load(KEYS) != 0
         pv1, m, l = wg0_pair(scores, kv_valid, acc, m, l, smem, bars, scale_log2, zero, phase, False, False)
         phase = phase ^ 1
+        # The next pair's K0l is scored beside P1 V1l.
         if i + 1 < pairs:
             pending = qk0_half(smem, bars, zero, phase, nothing, 0)
+            # Scores of K0l, and of RoPE columns, may be pending: P1 V1l is older, and done.
             acc = warpgroup_mma_wait(1 + smem.HAS_ROPE, deps=(pv1,))
             release(bars.k_empty[K1L], False)
             pending = qk0_half(smem, bars, zero, phase, pending, 1)
             scores = warpgroup_mma_wait(0, deps=(pending,))
+        # The last pair: no producer waits for K1l any more.
         else:
             acc = warpgroup_mma_wait(0, deps=(pv1,))
             scores = nothing
+    # Both sums are relative to the same maximum. wg1's came with its last p1_full.
     l = l + smem.row_sum.index(1).load(ROW)
     store_output(acc, l, m, scale_log2, to, 0, HAS_SINK, split)
 
@@ -142,11 +150,13 @@ def _wg1(smem, bars, pairs, scale_log2, to, split, HAS_SINK: gl.constexpr):
     phase = 0
     for i in range(pairs):
         zero = i >> 20
+        # kv_valid came with K1r, which qk1 has awaited.
         pending = qk1(smem, bars, zero, phase)
         kv_valid = smem.kv_valid.index(1).load(KEYS)
         scores = warpgroup_mma_wait(0, deps=(pending,))
         acc, m, l = wg1_pair(scores, kv_valid != 0, acc, m, l, m, smem, bars, scale_log2, zero, phase, False, False)
         phase = phase ^ 1
+    # wg0's sum came with its last p0_full.
     l = l + smem.row_sum.index(0).load(ROW)
     store_output(acc, l, m, scale_log2, to, 1, HAS_SINK, split)
 
@@ -161,17 +171,22 @@ def _consume(
     strides = operands.strides
     token = (gl.program_id(0) // head_blocks).to(gl.int64)
     first_head = gl.program_id(0) % head_blocks * BLOCK_M
+    # PDL: the launch before may still write the queries and indices.
     wait()
     if half == 0:
         if launch_early != 0:
             launch_dependents()
+    # Queries are under way while the row's range is read.
     _load_q(smem, operands.q + token * strides.q_token + first_head * strides.q_head, strides.q_head, half)
     tiles = own_tiles(rows, HAS_EXTRA_CACHE, SPLIT)
+    # A step with a tail wave has one kernel for both parts: the grid says which this is.
     if SPLIT is None:
         is_split = gl.num_programs(1) > 1
     else:
         is_split: gl.constexpr = SPLIT
+    # A CTA without tiles has one pair of masked keys, so that its partial is defined.
     pairs = gl.maximum((tiles.end - tiles.start + 1) // 2, 1)
+    # Partials of a split lie one after the other; a whole row is split 0.
     split = gl.program_id(1).to(gl.int64)
     out = operands.out + split * strides.out_split + token * strides.out_token + first_head * strides.out_head
     head = split * strides.lse_split + token * strides.lse_token + first_head
@@ -239,10 +254,12 @@ def attend(
 ):
     PLANAR: gl.constexpr = SCALES > 0
     smem, bars = allocate(not PLANAR, False, False)
+    # Full barriers count a signal, and copies of bf16 values where a half has them.
     for tile in gl.static_range(2):
         for half in gl.static_range(2):
             # A producer's signal, and where there are bf16 values each of its threads' copies.
             mbarrier.init(bars.k_full[2 * tile + half], count=129 if (half == 1) == PLANAR else 1)
+    # Consumers signal by one thread: a barrier of their warpgroup stands before.
     for which in gl.static_range(4):
         mbarrier.init(bars.k_empty[which], count=1)
     mbarrier.init(bars.max0_full, count=1)
@@ -250,8 +267,10 @@ def attend(
     mbarrier.init(bars.p0_full, count=1)
     mbarrier.init(bars.p1_full, count=1)
     mbarrier.init(bars.q_full, count=2)
+    # Initialised barriers have to be seen before any warpgroup uses them.
     fence_async_shared()
     barrier()
+    # No wait for the launch before: each warpgroup waits by itself.
     rows = RowBounds(indptr, extra_indptr, capacity, extra_capacity, head_blocks, lengths, extra_lengths)
     strides = Strides(
         stride_q_token,
@@ -266,6 +285,7 @@ def attend(
     kv = KvCache(cache, indices, num_slots, block_size, stride_cache_block)
     extra_kv = KvCache(extra_cache, extra_indices, extra_num_slots, extra_block_size, stride_extra_block)
     record = Record(LATENT, GROUP, TOKEN, SCALES, ROPE_OFFSET, PLANAR, PADDED_BLOCKS)
+    # The default partition is wg0; its registers are what the others leave.
     gl.warp_specialize(
         [
             (_consume, (rows, smem, bars, operands, launch_early, 0, HAS_EXTRA_CACHE, HAS_SINK, SPLIT)),

@@ -134,10 +134,12 @@ def own_tiles(rows, HAS_EXTRA_CACHE: gl.constexpr, SPLIT: gl.constexpr):
     extra_count = count
     if HAS_EXTRA_CACHE:
         extra_begin, extra_count = row_range(rows.extra_indptr, rows.extra_lengths, token, rows.extra_capacity)
+    # Tiles of both caches count as one range; a tile lies in one cache.
     tiles = (count + BLOCK_N - 1) // BLOCK_N
     end = tiles
     if HAS_EXTRA_CACHE:
         end += (extra_count + BLOCK_N - 1) // BLOCK_N
+    # Equal shares of the range. The last CTAs may have none.
     start = gl.program_id(1) * 0
     if SPLIT is None or SPLIT:
         tiles_per_split = (end + gl.num_programs(1) - 1) // gl.num_programs(1)
@@ -158,8 +160,10 @@ def _either(first, extra, is_first, HAS_EXTRA_CACHE: gl.constexpr):
 def _slots(source, tile):
     """The indices of a tile's keys, -1 beyond the row."""
     BOTH: gl.constexpr = source.HAS_EXTRA_CACHE
+    # A tile's index within its own cache.
     is_first = tile < source.tiles
     at = _either(tile, tile - source.tiles, is_first, BOTH) * BLOCK_N + source.key
+    # Behind the last tile, of an odd number, keys do not exist.
     limit = gl.where(tile < source.end, _either(source.count, source.extra_count, is_first, BOTH), 0)
     return gl.load(_either(source.kv.indices, source.extra_kv.indices, is_first, BOTH) + at, mask=at < limit, other=-1)
 
@@ -171,21 +175,25 @@ def _locate(source, slot, tile, record):
     kv = source.kv
     extra_kv = source.extra_kv
     is_first = tile < source.tiles
+    # Invalid slots are located at 0, so that every pointer is inside the cache.
     kv_valid = (slot >= 0) & (slot < _either(kv.num_slots, extra_kv.num_slots, is_first, BOTH))
     slot = gl.where(kv_valid, slot, 0)
     cache = _either(kv.cache, extra_kv.cache, is_first, BOTH)
     TOKEN: gl.constexpr = record.TOKEN // WORD_BYTES
+    # A block may have padding behind it: find it, then the token inside.
     if record.PADDED_BLOCKS:
         size = _either(kv.block_size, extra_kv.block_size, is_first, BOTH)
         block = (slot.to(gl.uint32) // size.to(gl.uint32)).to(gl.int32)
         place = (slot - block * size).to(gl.int64)
         stride = _either(kv.stride_block, extra_kv.stride_block, is_first, BOTH)
+        # stride_block is in LOAD_BYTES, pointers are of words.
         base = cache + block.to(gl.int64) * stride * (LOAD_BYTES // WORD_BYTES)
         return (
             kv_valid,
             base + place * TOKEN,
             base + (size.to(gl.int64) * TOKEN + place * (record.SCALES // WORD_BYTES)),
         )
+    # Without padding, records follow each other through the cache.
     else:
         records = cache + slot.to(gl.int64) * TOKEN
         return kv_valid, records, records
@@ -200,6 +208,7 @@ def _load_codes(
     WORDS: gl.constexpr = GROUP // WORD_BYTES
     group = gl.arange(0, groups, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, CODES)))
+    # A masked key has codes of 0, which are zeros.
     at = gl.expand_dims(records, 1) + gl.expand_dims(group * WORDS + first // WORD_BYTES, 0)
     mask = gl.expand_dims(kv_valid, 1) & gl.expand_dims(group < groups - missing, 0)
     return gl.load(
@@ -215,14 +224,17 @@ def _load_half(
     GROUP: gl.constexpr = record.GROUP
     near = records + half * (D_V // 2 // WORD_BYTES)
     GROUPS: gl.constexpr = QUARTER // GROUP
+    # The right half of a planar record has three groups: a static half is as wide as that.
     groups: gl.constexpr = GROUPS - half if record.PLANAR and STATIC_HALF else GROUPS
     missing = 0
+    # One word holds the four scales of a half.
     if record.PLANAR:
         first_scales = gl.load(scales + half, mask=kv_valid, other=0)
         second_scales = first_scales
         if not STATIC_HALF:
             missing = half  # bf16 values take the place of one group of the right half
     else:
+        # An fp32 scale for each group, behind the record's codes.
         group = gl.arange(0, QUARTER // GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
         at = records.to(gl.pointer_type(gl.float32), bitcast=True)
         at = at + (record.LATENT // WORD_BYTES + half * (D_V // 2 // GROUP))
@@ -230,6 +242,7 @@ def _load_half(
         readable = gl.expand_dims(kv_valid, 1)
         first_scales = gl.load(at, mask=readable, other=0.0)
         second_scales = gl.load(at + QUARTER // GROUP, mask=readable, other=0.0)
+    # All loads are issued here; registers are awaited where they are dequantised.
     first = _load_codes(near, kv_valid, 0, GROUPS, 0, GROUP, CODES)
     second = _load_codes(near, kv_valid, QUARTER, groups, missing, GROUP, CODES)
     return Codes(first, second, first_scales, second_scales)
@@ -239,7 +252,9 @@ def _load_half(
 def dequant_codes(into, codes, factors):
     """Dequantise int32 words of codes [keys, groups, words] by fp32 factors [keys, groups] into shared memory, seen as
     words."""
+    # A group shares a factor: spread it over the group's words.
     factor, _ = gl.broadcast(gl.expand_dims(factors, 2), codes.to(gl.float32))
+    # Four codes of a word become two words of bf16.
     low, high = gl.inline_asm_elementwise(
         BY_FLOAT, "=r,=r,r,f", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
@@ -253,9 +268,11 @@ def _dequant_quarter(into, codes, scales, first: gl.constexpr, record):
     GROUPS: gl.constexpr = codes.shape[1]
     columns = into.slice(first // 2, GROUPS * GROUP // 2, dim=1)
     if record.PLANAR:
+        # The group's byte of the word is a ue8m0 exponent.
         group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, codes.type.layout)))
         shift = (group + first // GROUP) * 8
         exponents = (gl.expand_dims(scales, 1) >> gl.expand_dims(shift, 0)) & 0xFF
+        # As bf16 bits, in both halves of a word: exponent << 7.
         factor = gl.where(exponents == 0, 0x00400040, exponents * 0x00800080)  # 2^-127 is subnormal
         factor, _ = gl.broadcast(gl.expand_dims(factor, 2), codes)
         low, high = gl.inline_asm_elementwise(
@@ -271,9 +288,11 @@ def _dequant_half(into, half, codes, record, CODES: gl.constexpr):
     """Dequantise half a tile into shared memory."""
     _dequant_quarter(into, codes.first, codes.first_scales, 0, record)
     if record.PLANAR and codes.second.shape[1] > 1:
+        # Of the left half this quarter is whole.
         if half == 0:
             _dequant_quarter(into, codes.second, codes.second_scales, QUARTER, record)
         else:
+            # The right half has one group here. Its place in the second belongs to bf16 values.
             some, _ = gl.split(gl.permute(codes.second, (0, 2, 1)))
             some = gl.convert_layout(gl.reshape(some, [BLOCK_N, 1, record.GROUP // WORD_BYTES]), CODES)
             _dequant_quarter(into, some, codes.second_scales, QUARTER, record)
@@ -305,6 +324,7 @@ def _half_step(
 ):  # fmt: skip
     """Dequantise the half of a tile that is scored first, or ``later`` the other one, once it is empty; then load the
     next one. tile: 0 or 1 of the pair. STATIC_HALF: later is known when the kernel is compiled."""
+    # Which half comes SOON: wg0 scores K0l first, wg1 K1r.
     SOON: gl.constexpr = tile
     LATER: gl.constexpr = 1 - tile
     PLANAR: gl.constexpr = record.PLANAR
@@ -315,32 +335,40 @@ def _half_step(
     scales = state.scales
     next_slot = state.next_slot
     at = state.tile
+    # Consumers have read this half of the pair before; kv_valid is free with the half that is scored first.
     if later == 0:
         mbarrier.wait(bars.k_empty[2 * tile + SOON], phase)
         smem.kv_valid.index(here).store(kv_valid.to(gl.int32))
     else:
         mbarrier.wait(bars.k_empty[2 * tile + LATER], phase)
+    # Planar: the last 64 columns of the right half are bf16, and are copied as they are.
     if PLANAR:
         if (later ^ tile) == 1:
             _copy_rope(smem.k.index(here).slice(D_V - D_ROPE, D_ROPE, dim=1), records, kv_valid, record.ROPE_OFFSET)
             barrier()  # which the compiler wants before the next store, and would have both halves pass
+    # Codes were loaded a step before: they arrive during that step's stores.
     into = half_tiles.index(2 * here + (later ^ tile))
     _dequant_half(into, later ^ tile, state.codes, record, CODES)
+    # Interleaved: QK reads K0's RoPE columns with K0l.
     if later == 0:
         if not PLANAR and tile == 0:
             _copy_rope(smem.k_rope.index(here), records, kv_valid, record.ROPE_OFFSET)
             async_copy.mbarrier_arrive(bars.k_full[K0L], increment_count=False)
         _signal_full(bars.k_full[2 * tile + SOON], PLANAR and SOON == 1)
+        # K1's RoPE columns are where P0 was, and full with K1l.
         if not PLANAR and tile == 1:
             mbarrier.wait(bars.k_empty[K0R], phase)  # P0 was read there
             _copy_rope(smem.k_rope.index(here), records, kv_valid, record.ROPE_OFFSET)
             async_copy.mbarrier_arrive(bars.k_full[K1L], increment_count=False)
     else:
+        # The tile is done: go on to the producer's next one, two tiles on.
         _signal_full(bars.k_full[2 * tile + LATER], PLANAR and LATER == 1)
         at += 2
         phase = phase ^ 1
         kv_valid, records, scales = _locate(source, next_slot, at, record)
+    # Codes of the next half are on their way while its place is awaited.
     codes = _load_half(records, scales, kv_valid, later ^ LATER, record, CODES, STATIC_HALF)
+    # Behind the stores, so that indices are awaited with the codes: see dequantise.
     if later == 1:
         next_slot = _slots(source, at + 2)
     return ProducerState(kv_valid, records, scales, next_slot, at, phase, codes)
@@ -360,30 +388,38 @@ def dequantise(
     """A producer: K0 (``tile`` 0) or K1 of every pair. wg0 takes K0's left half first, wg1 K1's right one. ptxas has a
     thread await all its loads together, so records are located and indices are read where codes have just been
     stored."""
+    # PDL: the launch before may still write the cache and indices.
     wait()
     own = own_tiles(rows, HAS_EXTRA_CACHE, SPLIT)
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
+    # Threads that hold a record's codes hold its pointer, too.
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CODES))
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     STATIC_HALF: gl.constexpr = SPLIT is not None and not SPLIT
+    # Half-tiles as words: [2 * tile + half, key, word].
     half_tiles = reinterpret(smem.k, gl.int32, [4, BLOCK_N, D_V // 2 // 2], WORD_TILES)
     source = KeySource(
         own.tiles, own.end, _at_row(kv, own.begin), own.count, _at_row(extra_kv, own.extra_begin), own.extra_count,
         gl.arange(0, BLOCK_N, layout=ROWS), HAS_EXTRA_CACHE,
     )  # fmt: skip
+    # As many pairs as the consumers: a CTA without tiles has one.
     pairs = gl.maximum((own.end - own.start + 1) // 2, 1)
     at = own.start + tile
+    # A wait for phase 1 passes at first: half-tiles start empty.
     phase = 1
     slot = _slots(source, at)
     next_slot = _slots(source, at + 2)
+    # Before the loop: codes of the first half-tile are under way.
     kv_valid, records, scales = _locate(source, slot, at, record)
     codes = _load_half(records, scales, kv_valid, tile, record, CODES, STATIC_HALF)
     state = ProducerState(kv_valid, records, scales, next_slot, at, phase, codes)
+    # Whole rows: a piece of code for each half.
     if STATIC_HALF:
         for i in range(pairs):
             for later in gl.static_range(2):
                 state = _half_step(state, later, i >> 20, smem, half_tiles, bars, source, tile, record, CODES, True)
     else:
+        # Split rows: one piece, which walks half-tiles.
         for step in range(2 * pairs):
             zero = step >> 20
             state = _half_step(state, step & 1, zero, smem, half_tiles, bars, source, tile, record, CODES, False)

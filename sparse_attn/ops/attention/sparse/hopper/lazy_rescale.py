@@ -91,6 +91,7 @@ def origin(m, scale_log2):
     for half a unit of the origin's last place. Where that is much, the row is far: its products differ by so much that
     P is 1 or 0, and a power of two below the scale, by which no product is rounded, serves as well.
     """
+    # The rounded score is the origin, so that P of the largest product is 1 up to that rounding.
     score = in_log2(m, scale_log2)
     far = gl.abs(score) >= FAR
     return gl.where(far, _power_below(scale_log2), scale_log2), gl.where(far, m * _power_below(scale_log2), score)
@@ -99,6 +100,7 @@ def origin(m, scale_log2):
 @gluon.jit
 def far_max(base, scale_log2):
     """The product ``m`` from which ``origin`` made ``base``, of a far row."""
+    # 1 / 2^n by its exponent bits.
     return base * (0x7F000000 - _power_below(scale_log2).to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
 
 
@@ -130,6 +132,7 @@ def _by_row(factor, like):
 @gluon.jit
 def rescale_acc(acc, factor):
     """A warpgroup's fp32 accumulator [64, 256], times ``factor`` [64]."""
+    # pack: all values of a thread in one piece of PTX, whose warp votes once.
     operands = [acc, _by_row(factor, acc)]
     return gl.inline_asm_elementwise(
         RESCALE_ACC, RESCALE_ACC_OPERANDS, operands, dtype=gl.float32, is_pure=False, pack=ACC_VALUES
@@ -139,6 +142,7 @@ def rescale_acc(acc, factor):
 @gluon.jit
 def rescale_p(p, factor):
     """bf16 P [64, 64] as a matrix operand of a warpgroup, times ``factor`` [64]: then rounded twice."""
+    # Two factors a word: P's values are packed in pairs.
     factors = _by_row(factor, p.to(gl.float32))
     return gl.inline_asm_elementwise(
         RESCALE_P, RESCALE_P_OPERANDS, [p, factors], dtype=gl.bfloat16, is_pure=False, pack=2 * P_WORDS

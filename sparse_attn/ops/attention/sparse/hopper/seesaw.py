@@ -123,6 +123,7 @@ def _allocate_barriers(COUNT: gl.constexpr):
 @gluon.jit
 def allocate(HAS_ROPE: gl.constexpr, PERSISTENT: gl.constexpr, HAS_MAX: gl.constexpr):
     """(Shared, Barriers) of a CTA; barriers are not initialised."""
+    # bf16 tiles are swizzled as the matrix unit reads them; vectors are flat.
     TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_M, D_V], TILES)
@@ -143,6 +144,7 @@ def allocate(HAS_ROPE: gl.constexpr, PERSISTENT: gl.constexpr, HAS_MAX: gl.const
     k_full = _allocate_barriers(4)
     k_empty = _allocate_barriers(4)
     max0_full, max1_full, p0_full, p1_full, q_full, q_empty = _allocate_barriers(6)
+    # Once K1's RoPE columns are scored, P0 takes their place.
     if HAS_ROPE:
         q_rope = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_M, D_ROPE], TILES)
         k_rope = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, D_ROPE], TILES)
@@ -193,6 +195,7 @@ def _qk_rope(q_rope, k_rope, scores):
 
 @gluon.jit
 def qk0_left(smem, zero, scores):
+    # The first product overwrites the accumulator: nobody has to clear it.
     """K0's scores by its left half and its RoPE columns, not awaited. scores: of this type, not read."""
     scores = _qk_half(smem.q.index(zero), smem.k.index(zero), scores, 0, True)
     if smem.HAS_ROPE:
@@ -214,11 +217,13 @@ def qk0_half(smem, bars, zero, phase, scores, half: gl.constexpr):
 def qk1(smem, bars, zero, phase):
     """Wait for K1 and score it, the right half first; not awaited."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    # The right half first: producers fill it while wg0 still reads K0l.
     scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
     wait_k(bars, K1R, phase)
     scores = _qk_half(smem.q.index(zero), smem.k.index(zero + 1), scores, 1, True)
     wait_k(bars, K1L, phase)
     scores = _qk_half(smem.q.index(zero), smem.k.index(zero + 1), scores, 0, False)
+    # K1's RoPE columns are full with its left half.
     if smem.HAS_ROPE:
         scores = _qk_rope(smem.q_rope.index(zero), smem.k_rope.index(zero + 1), scores)
     return scores
@@ -238,35 +243,45 @@ def wg0_pair(
     """wg0's part of a pair, from K0's scores on: (acc with P1 V1l not awaited, m, l). kv_valid: which keys of K0 a row
     attends. PERSISTENT: after the ``last`` pair of a row Q's memory is wanted for the next one's."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    # Masked scores are -inf, so that their P is 0. The maximum covers K0 alone so far.
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     z = gl.where(gl.expand_dims(kv_valid, 0), scores, -float("inf"))
     m_new = lagged_max(m, gl.max(z, 1), scale_log2)
     scale, base = origin(m_new, scale_log2)
+    # P0 relative to that maximum; wg1 may raise it while this runs.
     rescale = rescale_factor(m, m_new, scale_log2)
     p0 = gl.exp2(z * gl.expand_dims(scale, 1) - gl.expand_dims(base, 1))
     l = l * rescale + gl.sum(p0, 1)
     m = m_new
+    # Hand the maximum to wg1, which raises it by K1's.
     smem.row_max.store(m_new)
     signal(bars.max0_full)
+    # All scores of the row are done: the producer may copy the next queries.
     if PERSISTENT:
         if last:
             release(bars.q_empty, True)
+    # P0 V0l, with P0 out of registers.
     acc = rescale_acc(acc, rescale)
     p0_operand = gl.convert_layout(p0.to(gl.bfloat16), OPERAND)
     acc = warpgroup_mma(p0_operand, half_of(smem.k.index(zero), 0), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
+    # wg0 alone reads K0l, for the last time here.
     release(bars.k_empty[K0L], PERSISTENT)
+    # wg1 has left the maximum of both tiles. Bring the sum and P0 to it.
     mbarrier.wait(bars.max1_full, phase)
     m_new = smem.row_max.load(ROW)
     rescale = rescale_factor(m, m_new, scale_log2)
     l = l * rescale
+    # wg1 reads this sum after the last pair; p0_full hands it over, too.
     smem.row_sum.index(0).store(l)
     if not PERSISTENT and not smem.HAS_ROPE:  # elsewhere nothing is gained, or registers are spilled
         smem.p0.index(zero).store(rescale_p(p0_operand, rescale))
     else:
         smem.p0.index(zero + smem.HAS_ROPE).store((p0 * gl.expand_dims(rescale, 1)).to(gl.bfloat16))
+    # P0 was stored by threads, and wg1's matrix unit reads it.
     fence_async_shared()
     signal(bars.p0_full)
+    # Only now is acc relative to the maximum that P1 has.
     acc = rescale_acc(acc, rescale)
     mbarrier.wait(bars.p1_full, phase)
     pv1 = warpgroup_mma(smem.p1.index(zero), half_of(smem.k.index(zero + 1), 0), acc, is_async=True)
@@ -281,20 +296,25 @@ def wg1_pair(
     given ``largest`` [BLOCK_M], as it is given the row sum; it has read that of the row before."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    # As in wg0_pair, but the maximum continues from wg0's.
     z = gl.where(gl.expand_dims(kv_valid, 0), scores, -float("inf"))
     tile_max = gl.max(z, 1)
     mbarrier.wait(bars.max0_full, phase)
     m_new = lagged_max(smem.row_max.load(ROW), tile_max, scale_log2)
+    # wg0 rescales its P0 by this maximum.
     smem.row_max.store(m_new)
     signal(bars.max1_full)
+    # All scores of the row are done, as in wg0_pair.
     if PERSISTENT:
         if last:
             release(bars.q_empty, True)
+    # No second step: P1 is relative to the maximum of both tiles from the start.
     scale, base = origin(m_new, scale_log2)
     rescale = rescale_factor(m, m_new, scale_log2)
     p1 = gl.exp2(z * gl.expand_dims(scale, 1) - gl.expand_dims(base, 1))
     l = l * rescale + gl.sum(p1, 1)
     acc = rescale_acc(acc, rescale)
+    # P1 V1r out of registers, begun; P1 goes to wg0 meanwhile.
     rounded = p1.to(gl.bfloat16)
     p1_operand = gl.convert_layout(rounded, OPERAND)
     acc = warpgroup_mma(p1_operand, half_of(smem.k.index(zero + 1), 1), acc, is_async=True)
@@ -302,13 +322,17 @@ def wg1_pair(
     if smem.HAS_MAX:
         smem.row_largest.store(largest)
     smem.p1.index(zero).store(rounded)
+    # P1 was stored by threads, and wg0's matrix unit reads it.
     fence_async_shared()
     signal(bars.p1_full)
+    # P0 V0r, with wg0's P0 out of shared memory.
     mbarrier.wait(bars.p0_full, phase)
     p0 = smem.p0.index(zero + smem.HAS_ROPE)
     acc = warpgroup_mma(p0, half_of(smem.k.index(zero), 1), acc, is_async=True)
+    # P1 V1r is done, P0 V0r may still run: K1r is free before K0r.
     acc = warpgroup_mma_wait(1, deps=(acc,))
     release(bars.k_empty[K1R], PERSISTENT)
+    # Frees P0's memory with K0r.
     acc = warpgroup_mma_wait(0, deps=(acc,))
     release(bars.k_empty[K0R], PERSISTENT)
     return acc, m_new, l
@@ -318,8 +342,10 @@ def wg1_pair(
 def _powers(acc):
     """(2^-n, 2^n) for each row of ``acc``, such that 2^-n times its largest value lies in [2^14, 2^15); (1, 1) for a
     row with an infinite one. (A maximum leaves NaN out.)"""
+    # Biased exponents of the largest values. 15 at least, so that 2^n stays a normal number.
     exponent = gl.max(gl.abs(acc), 1).to(gl.int32, bitcast=True) >> 23
     exponent = gl.where(exponent == 255, 127 + 14, gl.maximum(exponent, 15))
+    # Powers of two by their exponent bits: multiplying by them rounds nothing.
     down = (127 + 14 + 127 - exponent) << 23
     up = (exponent - 14) << 23
     return down.to(gl.float32, bitcast=True), up.to(gl.float32, bitcast=True)
@@ -343,15 +369,18 @@ def store_output(acc, l, m, scale_log2, to, half: gl.constexpr, HAS_SINK: gl.con
     ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     head = gl.arange(0, BLOCK_M, layout=m.type.layout)
     sink = gl.load(to.sink + head) if HAS_SINK else 0.0
+    # lse of wg0 and wg1 are the same: wg0 stores it.
     m_log2 = m * scale_log2
     factor, lse = normalise(m_log2, denominator(m_log2, l), sink, HAS_SINK, split, to.INF_LSE)
     if half == 0:
         gl.store(to.lse + head, lse)
     factor = gl.convert_layout(factor, ROW)
+    # Partials: normalise by a power of two, and leave the rest to ``scale``.
     if split:
         down, up = _powers(acc)
         gl.store(to.scale + 2 * gl.arange(0, BLOCK_M, layout=ROW) + half, up * factor)
         values = (acc * gl.expand_dims(down, 1)).to(gl.float16).to(gl.bfloat16, bitcast=True)
+        # Of every 32 columns transpose the pairs, 4 x 4: PARTIAL_LAYOUT then stores what a thread holds, unmoved.
         mixed = gl.permute(gl.reshape(values, [BLOCK_M, D_V // 2 // 32, 4, 4, 2]), (0, 1, 3, 2, 4))
         _store(to, gl.reshape(mixed, [BLOCK_M, D_V // 2]), half, PARTIAL_LAYOUT)
     else:

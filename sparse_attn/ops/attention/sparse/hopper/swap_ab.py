@@ -126,12 +126,15 @@ def _wait_k(bars, tile):
 @gluon.jit
 def _max_of_heads(z, warp_max, BLOCK_M: gl.constexpr):
     """A tile's largest product of every head: every warp's own, exchanged through shared memory."""
+    # Every thread reads all warps' maxima of its heads: bases of zero repeat them.
     COLUMNS: gl.constexpr = [[0, 1], [0, 8]] if BLOCK_M == 16 else [[0, 1], [0, 8], [0, 16]]
     ALL: gl.constexpr = gl.DistributedLinearLayout(
         COLUMNS + [[1, 0], [2, 0]], [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [WARPS, BLOCK_M]
     )
+    # Keys of a warp are 16 rows of the tile, so the first maximum stays inside it.
     own = gl.max(gl.reshape(z, [WARPS, BLOCK_N // WARPS, BLOCK_M]), 1)
     warp_max.store(own)
+    # The store's and load's layouts differ: the compiler puts a barrier between.
     return gl.max(warp_max.load(ALL), 0)
 
 
@@ -145,14 +148,17 @@ def _consume(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     HEAD: gl.constexpr = gl.SliceLayout(0, ACC)
     EVERYWHERE: gl.constexpr = gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0]] * 2, [], [WARPS])
+    # Blocks of heads are the grid's third dimension; the last may be short.
     first_head = gl.program_id(2) * BLOCK_M if HEAD_BLOCKS else 0
     heads = operands.heads - first_head
     scale_log2 = operands.scale_log2
+    # PDL: the launch before may still write queries and indices.
     wait()
     if operands.launch_early != 0:
         launch_dependents()
     token = gl.program_id(0).to(gl.int64)
     split = gl.program_id(1).to(gl.int64)
+    # Queries are under way while the row's range is read.
     q = operands.q + first_head * operands.stride_q_head
     _load_q(smem, q + token * operands.stride_q_token, heads, operands.stride_q_head, BLOCK_M)
     tiles = own_tiles(rows, HAS_EXTRA_CACHE, SPLIT).all_tiles
@@ -160,55 +166,71 @@ def _consume(
     out += split * operands.stride_out_split + token * operands.stride_out_token
     lse = operands.lse + first_head
     lse += split * operands.stride_lse_split + token * operands.stride_lse_token
+    # Q is complete, and the matrix unit sees it.
     async_copy.wait_group(0)
     fence_async_shared()
     barrier()
+    # O^T, S^T and sums by key, all [rows, heads].
     acc = gl.zeros([D_V, BLOCK_M], gl.float32, ACC)
     nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
     scale, base = origin(gl.full([BLOCK_M], initial_max(scale_log2), gl.float32, HEAD), scale_log2)
     l = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
     if operands.max_logits is not None:
         largest = gl.full([BLOCK_N, BLOCK_M], -float("inf"), gl.float32, ACC)
+    # Scores of the first tile; later ones begin beside the PV before.
     _wait_k(bars, 0)
     pending = _qk(smem, nothing, 0, 0)
     scores = warpgroup_mma_wait(0, deps=(pending,))
     for tile in range(tiles):
         zero = tile >> 20
         stage = tile % STAGES
+        # Masked keys score -inf: their P is 0. kv_valid came with the stage.
         kv_valid = smem.kv_valid.index(stage).load(gl.SliceLayout(1, ACC)) != 0
         z = gl.where(gl.expand_dims(kv_valid, 1), scores, -float("inf"))
         if operands.max_logits is not None:
             largest = gl.maximum(largest, z)
         p = z
+        # P relative to the lagged maximum, without waiting for other warps. The first tile has none yet.
         if tile > 0:
             p = gl.exp2(z * gl.expand_dims(scale, 0) - gl.expand_dims(base, 0))
             smem.p.index(zero).store(p.to(gl.bfloat16))
+            # The largest P of each warp tells whether the maximum has to move.
             smem.p_max.index(zero).store(gl.max(gl.reshape(p, [WARPS, BLOCK_N // WARPS * BLOCK_M]), 1))
             fence_async_shared()
+        # All warps have stored P and their largest.
         barrier()
+        # The same for all warps: they read the same four numbers.
         if (tile == 0) | (gl.max(smem.p_max.index(zero).load(EVERYWHERE), 0) > MAX_P):
+            # The maximum of each head, across warps.
             tile_max = gl.convert_layout(_max_of_heads(z, smem.warp_max.index(zero), BLOCK_M), HEAD)
+            # Recover the maximum's product and score from its origin (lazy_rescale).
             far = scale != scale_log2
             m = far_max(base, scale_log2)
             m_log2 = gl.where(far, in_log2(m, scale_log2), base)
             tile_max_log2 = in_log2(tile_max, scale_log2)
+            # A maximum moves up only. Far ones are compared as products, which are not rounded.
             moves = gl.where(far, tile_max > m, tile_max_log2 > m_log2)
             new_scale, new_base = origin(tile_max, scale_log2)
             factor = gl.where(new_scale != scale_log2, 0.0, gl.exp2(m_log2 - tile_max_log2))
+            # What sums relative to the old maximum have to be multiplied by.
             rescale = gl.expand_dims(gl.where(moves, factor, 1.0), 0)
             scale = gl.where(moves, new_scale, scale)
             base = gl.where(moves, new_base, base)
+            # P anew, over what was stored; the barrier ends the exchange.
             p = gl.exp2(z * gl.expand_dims(scale, 0) - gl.expand_dims(base, 0))
             smem.p.index(zero).store(p.to(gl.bfloat16))
             fence_async_shared()
             barrier()
             l = l * rescale
             acc = acc * rescale
+        # A thread sums its own keys: nothing crosses threads until the end.
         l = l + p
         pv = warpgroup_mma(smem.k.index(stage).permute((1, 0)), smem.p.index(zero), acc, is_async=True)
+        # The next tile's scores run beside it.
         if tile + 1 < tiles:
             _wait_k(bars, tile + 1)
             pending = _qk(smem, nothing, zero, 1 - stage)
+            # One or two products of scores may be pending: PV is older, and done.
             if smem.HAS_ROPE:
                 acc = warpgroup_mma_wait(2, deps=(pv,))
             else:
@@ -219,6 +241,7 @@ def _consume(
             acc = warpgroup_mma_wait(0, deps=(pv,))
             scores = nothing
             barrier()  # as in signal: else the compiler puts one into every turn
+    # Sums over keys cross threads once, here.
     head = gl.arange(0, BLOCK_M, layout=HEAD)
     sink = gl.load(operands.sink + first_head + head, mask=head < heads, other=0.0) if HAS_SINK else 0.0
     m_log2 = gl.where(scale != scale_log2, in_log2(far_max(base, scale_log2), scale_log2), base)
@@ -228,12 +251,15 @@ def _consume(
         max_at = operands.max_logits + first_head
         max_at += split * operands.stride_lse_split + token * operands.stride_lse_token
         gl.store(max_at + head, gl.max(largest, 0) * (scale_log2 * 0.6931471805599453), mask=head < heads)
+    # Heads beyond the last were zeros and are not stored.
     values = acc * gl.expand_dims(factor, 0)
+    # Partials stay fp32, straight from registers.
     if SPLIT:
         column = gl.arange(0, D_V, layout=gl.SliceLayout(1, ACC))
         pointers = out + gl.expand_dims(head * operands.stride_out_head, 0) + gl.expand_dims(column, 1)
         gl.store(pointers, values, mask=gl.expand_dims(head < heads, 0))
     else:
+        # Through Q's memory, transposed, so that a warp stores a head's row.
         WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
         barrier()  # nobody scores any more
         smem.q.index(0).permute((1, 0)).store(values.to(gl.bfloat16))
@@ -300,6 +326,7 @@ def attend(
     PRODUCER_REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,  # of fp8 caches
 ):
+    # Rows of P^T and Q are as narrow as the heads are few.
     TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     NARROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * BLOCK_M, element_bitwidth=16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -312,6 +339,7 @@ def attend(
     p = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_N, BLOCK_M], NARROW)
     kv_valid = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], FLAT)
     warp_max = gl.allocate_shared_memory(gl.float32, [1, WARPS, BLOCK_M], PLAIN)
+    # Codes on their way from the loader to the dequant warpgroups.
     if PLANAR:
         left = gl.allocate_shared_memory(gl.int32, [4, BLOCK_N, CODE_WORDS], BLOCKS)
         right = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N, CODE_WORDS], BLOCKS)
@@ -340,10 +368,13 @@ def attend(
         mbarrier.init(k_full.index(which), count=2 + 1 + 128 if FP8 else 2 + 256)
         mbarrier.init(k_empty.index(which), count=1)
         if FP8:
+            # Every thread of the loader arrives with its copies; each dequant warpgroup signals.
             mbarrier.init(codes_full.index(which), count=128)
             mbarrier.init(codes_empty.index(which), count=2)
+    # Initialised barriers have to be seen before any warpgroup uses them.
     fence_async_shared()
     barrier()
+    # 1: blocks of heads are the grid's third dimension, and a program's first number is its row.
     rows = RowBounds(indptr, extra_indptr, capacity, extra_capacity, 1, lengths, extra_lengths)
     smem = Shared(q_tile, q_rope, k, k_rope, kv_valid, p, warp_max, p_max, HAS_ROPE)
     bars = Barriers(k_full, k_empty, codes_full, codes_empty)
@@ -356,6 +387,7 @@ def attend(
         q, heads, launch_early, scale_log2, out, lse, sink, stride_q_token, stride_q_head, stride_out_split,
         stride_out_token, stride_out_head, stride_lse_split, stride_lse_token, max_logits, INF_LSE,
     )  # fmt: skip
+    # wg0 consumes in all three forms; what fills its stages differs.
     if PLANAR:
         codes = PlanarCodes(left, right, last, scales)
         gl.warp_specialize(

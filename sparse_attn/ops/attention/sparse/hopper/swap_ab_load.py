@@ -115,6 +115,7 @@ class TileSource:
 @gluon.jit
 def _clip(begin, count, first, tiles):
     """What tiles [first, first + tiles) of a row, ``first`` possibly negative, leave of its (begin, count)."""
+    # Keys, not tiles, are clipped: a row's last tile may be short.
     skipped = gl.minimum(gl.maximum(first, 0) * BLOCK_N, count)
     end = gl.minimum(gl.maximum(first + tiles, 0) * BLOCK_N, count)
     return begin + skipped, gl.maximum(end - skipped, 0)
@@ -134,6 +135,7 @@ def own_tiles(rows, HAS_EXTRA_CACHE: gl.constexpr, SPLIT: gl.constexpr):
         both = tiles + (extra_count + BLOCK_N - 1) // BLOCK_N
         tiles_per_split = (both + gl.num_programs(1) - 1) // gl.num_programs(1)
         first = gl.program_id(1) * tiles_per_split
+        # Each cache loses what lies outside this CTA's share.
         begin, count = _clip(begin, count, first, tiles_per_split)
         if HAS_EXTRA_CACHE:
             extra_begin, extra_count = _clip(extra_begin, extra_count, first - tiles, tiles_per_split)
@@ -162,11 +164,13 @@ def tile_slots(source, tile):
     """The indices of a tile's keys, -1 beyond the row."""
     indices = source.kv.indices
     count = source.own.count
+    # The second cache counts tiles from its own first.
     if source.HAS_EXTRA_CACHE:
         is_extra = tile >= source.own.tiles
         indices = gl.where(is_extra, source.extra_kv.indices, indices)
         count = gl.where(is_extra, source.own.extra_count, count)
         tile = gl.where(is_extra, tile - source.own.tiles, tile)
+    # A place behind the row has no index: -1.
     at = tile * BLOCK_N + source.key
     return gl.load(indices + at, mask=at < count, other=-1)
 
@@ -190,7 +194,9 @@ def wait_empty(bars, tile, stage):
 def _latent_offsets(source, slots, kv_valid, record):
     """int64 offsets of records, in words."""
     TOKEN: gl.constexpr = record.TOKEN // WORD_BYTES
+    # Invalid slots are located at record 0, and their copies are masked.
     slots = gl.where(kv_valid, slots, 0)
+    # A block may have padding behind it; stride_block is in LOAD_BYTES.
     if record.PADDED_BLOCKS:
         block_size = source.kv.block_size
         block = slots // block_size
@@ -203,17 +209,20 @@ def _latent_offsets(source, slots, kv_valid, record):
 @gluon.jit
 def copy_codes(into, words, offsets, kv_valid, CODES: gl.constexpr):
     """Codes of records, from ``words`` on, into [blocks, BLOCK_N, CODE_WORDS]; not awaited."""
+    # Blocks of 64 bytes: their rows lie side by side in shared memory.
     block = gl.arange(0, into.shape[0], layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
     word = gl.arange(0, CODE_WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, CODES)))
     place = gl.expand_dims(offsets, 1) + gl.expand_dims(block * CODE_WORDS, 0)
     pointers = words + gl.expand_dims(place, 2) + gl.expand_dims(gl.expand_dims(word, 0), 0)
     mask = gl.expand_dims(gl.expand_dims(kv_valid, 1), 2)
+    # Masked copies write zeros: a key that does not exist has codes 0.
     async_load(into.permute((1, 0, 2)), pointers, mask=mask)
 
 
 @gluon.jit
 def load_codes(codes, FIRST: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr):
     """A dequant warpgroup's codes out of shared memory: int32 [PRODUCER_KEYS, GROUPS, GROUP / 4]."""
+    # Threads hold a key's words as they lie in the blocks; then by group.
     own = codes.slice(FIRST, PRODUCER_KEYS, dim=1).permute((1, 0, 2)).load(CODES)
     return gl.convert_layout(gl.reshape(own, [PRODUCER_KEYS, GROUPS, GROUP // WORD_BYTES]), CODES)
 
@@ -222,6 +231,7 @@ def load_codes(codes, FIRST: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.const
 def copy_words(into, words, offsets, kv_valid, ROWS: gl.constexpr):
     """Words of records, from ``words`` on, into [BLOCK_N, words of a key]; not awaited."""
     word = gl.arange(0, into.shape[1], layout=gl.SliceLayout(0, ROWS))
+    # A record's threads change: offsets are found in the layout of codes.
     rows = gl.convert_layout(offsets, gl.SliceLayout(1, ROWS))
     valid = gl.convert_layout(kv_valid, gl.SliceLayout(1, ROWS))
     pointers = words + gl.expand_dims(rows, 1) + gl.expand_dims(word, 0)
@@ -234,8 +244,10 @@ def load_rope(
 ):  # fmt: skip
     """The bf16 values of a tile, from ``words`` on, into the words of ``into``'s stage from ``first`` on, and which of
     its keys are valid."""
+    # The consumer has read the stage's tile before.
     wait_empty(bars, tile, stage)
     copy_words(into.index(stage).slice(first, D_ROPE // 2, dim=1), words, offsets, kv_valid, ROWS)
+    # Each thread arrives once its copies have landed, and one signals kv_valid.
     async_copy.mbarrier_arrive(bars.k_full.index(stage), increment_count=False)
     smem.kv_valid.index(stage).store(kv_valid.to(gl.int32))
     signal(bars.k_full.index(stage))
@@ -246,41 +258,51 @@ def _copy_half(
     codes, bars, half: gl.constexpr, words, offsets, kv_valid, CODES: gl.constexpr, ROWS: gl.constexpr
 ):  # fmt: skip
     """The codes of half a tile, with the left ones all scales, not awaited."""
+    # Codes, not values: the dequant warpgroups read them out of here.
     copy_codes(codes.halves.index(half), words + half * (D_V // 2 // WORD_BYTES), offsets, kv_valid, CODES)
     if half == 0:
         copy_words(codes.scales, words + D_V // WORD_BYTES, offsets, kv_valid, ROWS)
+    # codes_full counts every thread of the loader.
     async_copy.mbarrier_arrive(bars.codes_full.index(half), increment_count=False)
 
 
 @gluon.jit
 def load_latents(rows, smem, codes, bars, inputs, record, SPLIT: gl.constexpr):
     """The loader over interleaved records: D_V codes and their fp32 scales, and D_ROPE bf16 values."""
+    # PDL: the launch before may still write the cache and indices.
     wait()
     own = own_tiles(rows, False, SPLIT)
     kv, _ = own_caches(own, inputs, False)
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    # RoPE columns as words, since records are read as words.
     k_rope = reinterpret(smem.k_rope, gl.int32, [STAGES, BLOCK_N, D_ROPE // 2], WORD_TILES)
     words = kv.cache.to(gl.pointer_type(gl.int32), bitcast=True)
     key = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
     source = TileSource(own, kv, kv, key, False)
+    # Indices are read a tile ahead of codes, and codes a tile ahead of RoPE columns.
     slots = tile_slots(source, 0)
     ahead = tile_slots(source, 1)
     kv_valid = in_cache(source, slots, 0)
     offsets = _latent_offsets(source, slots, kv_valid, record)
+    # Memory for codes is empty at first: fill both halves without a wait.
     _copy_half(codes, bars, 0, words, offsets, kv_valid, CODES, ROWS)
     _copy_half(codes, bars, 1, words, offsets, kv_valid, CODES, ROWS)
     for tile in range(own.all_tiles):
         stage = tile % STAGES
+        # Records of the next tile, from indices read a turn before.
         next_valid = in_cache(source, ahead, 0)
         next_offsets = _latent_offsets(source, ahead, next_valid, record)
         ahead = tile_slots(source, tile + 2)
+        # The dequant warpgroups have this tile's left codes in registers.
         if tile + 1 < own.all_tiles:
             mbarrier.wait(bars.codes_empty.index(0), tile & 1)
             _copy_half(codes, bars, 0, words, next_offsets, next_valid, CODES, ROWS)
+        # This tile's RoPE columns go straight to where they are scored.
         rope = words + record.ROPE_OFFSET // WORD_BYTES
         load_rope(smem, bars, k_rope, 0, rope, offsets, kv_valid, tile, stage, ROWS)
+        # The same for the right codes.
         if tile + 1 < own.all_tiles:
             mbarrier.wait(bars.codes_empty.index(1), tile & 1)
             _copy_half(codes, bars, 1, words, next_offsets, next_valid, CODES, ROWS)
@@ -299,22 +321,28 @@ def dequant_latents(rows, smem, codes, bars, which: gl.constexpr, record, SPLIT:
     GROUP: gl.constexpr = record.GROUP
     GROUPS: gl.constexpr = D_V // GROUP // 2  # of a half
     FIRST: gl.constexpr = which * PRODUCER_KEYS
+    # bf16 tiles as words, two columns each.
     k = reinterpret(smem.k, gl.int32, [STAGES, BLOCK_N, D_V // 2], WORD_TILES)
     for tile in range(own.all_tiles):
         stage = tile % STAGES
+        # Left codes, and all scales of the tile.
         mbarrier.wait(bars.codes_full.index(0), tile & 1)
         scales = codes.scales.slice(FIRST, PRODUCER_KEYS, dim=0)
         left_scales = scales.slice(0, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
         right_scales = scales.slice(GROUPS, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
+        # Everything into registers, so that the loader may refill at once.
         left = load_codes(codes.halves.index(0), FIRST, GROUPS, GROUP, CODES)
         signal(bars.codes_empty.index(0))
+        # The consumer has read the stage's tile before.
         wait_empty(bars, tile, stage)
         keys = k.index(stage).slice(FIRST, PRODUCER_KEYS, dim=0)
         dequant_codes(keys.slice(0, D_V // 2 // 2, dim=1), left, left_scales)
+        # The right half follows into the same stage.
         mbarrier.wait(bars.codes_full.index(1), tile & 1)
         right = load_codes(codes.halves.index(1), FIRST, GROUPS, GROUP, CODES)
         signal(bars.codes_empty.index(1))
         dequant_codes(keys.slice(D_V // 2 // 2, D_V // 2 // 2, dim=1), right, right_scales)
+        # Both halves of these keys are in the tile.
         signal(bars.k_full.index(stage))
 
 
@@ -326,18 +354,22 @@ def load_rows(rows, smem, bars, which: gl.constexpr, inputs, SPLIT: gl.constexpr
     kv, _ = own_caches(own, inputs, False)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     FIRST: gl.constexpr = which * PRODUCER_KEYS
+    # Each producer has half of a tile's keys.
     key = gl.arange(0, PRODUCER_KEYS, layout=gl.SliceLayout(1, ROWS)) + FIRST
     source = TileSource(own, kv, kv, key, False)
     slots = tile_slots(source, 0)
     for tile in range(own.all_tiles):
         stage = tile % STAGES
+        # Pointers of this tile, and indices of the next one, before the wait.
         kv_valid = in_cache(source, slots, 0)
         pointers = kv.cache + slots.to(gl.int64) * kv.stride_block * (LOAD_BYTES // 2)
         slots = tile_slots(source, tile + 1)
+        # The consumer has read the stage's tile before.
         wait_empty(bars, tile, stage)
         gather(smem.k.index(stage).slice(FIRST, PRODUCER_KEYS, dim=0), pointers, kv_valid, 0, D_V, ROWS)
         if smem.HAS_ROPE:
             gather(smem.k_rope.index(stage).slice(FIRST, PRODUCER_KEYS, dim=0), pointers, kv_valid, D_V, D_ROPE, ROWS)
+        # Each thread arrives once its copies have landed, and one signals kv_valid.
         async_copy.mbarrier_arrive(bars.k_full.index(stage), increment_count=False)
         smem.kv_valid.index(stage).slice(FIRST, PRODUCER_KEYS, dim=0).store(kv_valid.to(gl.int32))
         signal(bars.k_full.index(stage))

@@ -54,15 +54,18 @@ def _locate(source, slots, tile, record):
     cache = source.kv.cache
     block_size = source.kv.block_size
     stride_block = source.kv.stride_block
+    # A tile lies in one of the caches.
     if source.HAS_EXTRA_CACHE:
         is_extra = tile >= source.own.tiles
         cache = gl.where(is_extra, source.extra_kv.cache, cache)
         block_size = gl.where(is_extra, source.extra_kv.block_size, block_size)
         stride_block = gl.where(is_extra, source.extra_kv.stride_block, stride_block)
     TOKEN: gl.constexpr = record.TOKEN // WORD_BYTES
+    # Invalid slots are located at 0, and their copies are masked.
     slots = gl.where(kv_valid, slots, 0)
     block = slots // block_size
     start = block.to(gl.int64) * stride_block * (LOAD_BYTES // WORD_BYTES)
+    # Codes by token, then all scales of a block behind all its records.
     inside = slots - block * block_size
     scales = start + block_size.to(gl.int64) * TOKEN + inside * (record.SCALES // WORD_BYTES)
     return PlanarTile(cache.to(gl.pointer_type(gl.int32), bitcast=True), start + inside * TOKEN, scales, kv_valid)
@@ -73,6 +76,7 @@ def _power(exponents, first: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.const
     """fp32 powers of two [PRODUCER_KEYS, GROUPS] of ue8m0 bytes, the first of them in the low byte of a word >> 8 *
     first."""
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
+    # A ue8m0 byte is the exponent of an fp32 value.
     bits = (gl.expand_dims(exponents, 1) >> gl.expand_dims((group + first) * 8, 0) & 0xFF) << 23
     return gl.where(bits == 0, 1 << 22, bits).to(gl.float32, bitcast=True)  # 2^-127 is subnormal
 
@@ -80,10 +84,12 @@ def _power(exponents, first: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.const
 @gluon.jit
 def _copy_half(codes, bars, half: gl.constexpr, tile, CODES: gl.constexpr, PAIRS: gl.constexpr):
     """The codes of half a tile, with the left ones all scales, not awaited."""
+    # Four groups and the eight bytes of scales.
     if half == 0:
         copy_codes(codes.left, tile.words, tile.offsets, tile.kv_valid, CODES)
         copy_words(codes.scales, tile.words, tile.scale_offsets, tile.kv_valid, PAIRS)
     else:
+        # Groups 4 and 5, and 6 by itself: memory is allocated in powers of two.
         copy_codes(codes.right, tile.words + 4 * CODE_WORDS, tile.offsets, tile.kv_valid, CODES)
         copy_codes(codes.last, tile.words + 6 * CODE_WORDS, tile.offsets, tile.kv_valid, CODES)
     async_copy.mbarrier_arrive(bars.codes_full.index(half), increment_count=False)
@@ -95,6 +101,7 @@ def load_planar(
 ):  # fmt: skip
     """The loader over planar records: D_V - D_ROPE codes in seven groups, their scales from behind a block's records,
     and D_ROPE bf16 values."""
+    # PDL: the launch before may still write the caches and indices.
     wait()
     own = own_tiles(rows, HAS_EXTRA_CACHE, SPLIT)
     kv, extra_kv = own_caches(own, inputs, HAS_EXTRA_CACHE)
@@ -105,20 +112,26 @@ def load_planar(
     k = reinterpret(smem.k, gl.int32, [STAGES, BLOCK_N, D_V // 2], WORD_TILES)
     key = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
     source = TileSource(own, kv, extra_kv, key, HAS_EXTRA_CACHE)
+    # Indices are read a tile ahead of codes, and codes a tile ahead of bf16 values.
     slots = tile_slots(source, 0)
     ahead = tile_slots(source, 1)
     here = _locate(source, slots, 0, record)
+    # Memory for codes is empty at first: fill both halves without a wait.
     _copy_half(codes, bars, 0, here, CODES, PAIRS)
     _copy_half(codes, bars, 1, here, CODES, PAIRS)
     for tile in range(own.all_tiles):
         stage = tile % STAGES
+        # Records of the next tile, from indices read a turn before.
         following = _locate(source, ahead, tile + 1, record)
         ahead = tile_slots(source, tile + 2)
+        # The dequant warpgroups have this tile's left codes in registers.
         if tile + 1 < own.all_tiles:
             mbarrier.wait(bars.codes_empty.index(0), tile & 1)
             _copy_half(codes, bars, 0, following, CODES, PAIRS)
+        # This tile's bf16 values are the value's last columns.
         rope = here.words + (D_V - D_ROPE) // WORD_BYTES
         load_rope(smem, bars, k, (D_V - D_ROPE) // 2, rope, here.offsets, here.kv_valid, tile, stage, ROWS)
+        # The same for the right codes.
         if tile + 1 < own.all_tiles:
             mbarrier.wait(bars.codes_empty.index(1), tile & 1)
             _copy_half(codes, bars, 1, following, CODES, PAIRS)
@@ -138,22 +151,28 @@ def dequant_planar(
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     GROUP: gl.constexpr = record.GROUP
     FIRST: gl.constexpr = which * PRODUCER_KEYS
+    # bf16 tiles as words, two columns each.
     k = reinterpret(smem.k, gl.int32, [STAGES, BLOCK_N, D_V // 2], WORD_TILES)
     for tile in range(own.all_tiles):
         stage = tile % STAGES
+        # Left codes, and all scales of the tile: groups 0 to 3 in one word, 4 to 6 in the other.
         mbarrier.wait(bars.codes_full.index(0), tile & 1)
         low, high = gl.split(codes.scales.slice(FIRST, PRODUCER_KEYS, dim=0).load(PAIRS))
         left = load_codes(codes.left, FIRST, 4, GROUP, CODES)
+        # In registers: the loader may refill.
         signal(bars.codes_empty.index(0))
         low = gl.convert_layout(low, KEYS)
         high = gl.convert_layout(high, KEYS)
+        # The consumer has read the stage's tile before.
         wait_empty(bars, tile, stage)
         keys = k.index(stage).slice(FIRST, PRODUCER_KEYS, dim=0)
         dequant_codes(keys.slice(0, 2 * GROUP, dim=1), left, _power(low, 0, 4, CODES))
+        # Three groups of the right half. The loader has filled the last 64 columns.
         mbarrier.wait(bars.codes_full.index(1), tile & 1)
         right = load_codes(codes.right, FIRST, 2, GROUP, CODES)
         last = load_codes(codes.last, FIRST, 1, GROUP, CODES)
         signal(bars.codes_empty.index(1))
         dequant_codes(keys.slice(2 * GROUP, GROUP, dim=1), right, _power(high, 0, 2, CODES))
         dequant_codes(keys.slice(3 * GROUP, GROUP // 2, dim=1), last, _power(high, 2, 1, CODES))
+        # These keys are in the tile.
         signal(bars.k_full.index(stage))
