@@ -34,17 +34,20 @@ def insert_keys(
     PDL: tl.constexpr,
 ):
     pdl.wait(PDL)
+    # A slot outside the cache, as -1 of padding, is written nowhere.
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     slot = tl.load(slot_mapping + token * stride_slot_token, mask=token < tokens, other=-1).to(tl.int64)
     written = (slot >= 0) & (slot < num_slots)
     column = tl.arange(0, PAD_D)
     inside = written[:, None] & (column < D)[None, :]
     value = tl.load(k + token[:, None] * stride_k_token + column[None, :], mask=inside, other=0.0)
+    # Records of a block lie in front, their scales behind them.
     block = slot // block_size
     within = slot - block * block_size
     base = cache + block * stride_cache_block
     at = base[:, None] + within[:, None] * RECORD + column[None, :]
     if FP8:
+        # One scale a key: amax / FP8_MAX, rounded up to a power of two where that is wanted.
         value, magnitude = finite_or_nan(value.to(tl.float32))
         amax = tl.maximum(tl.max(magnitude, 1), AMAX_FLOOR)
         scale = tl.div_rn(amax, tl.full([TOKENS], FP8_MAX, tl.float32))
@@ -54,7 +57,7 @@ def insert_keys(
         tl.store(at, code, mask=inside)
         scale_at = (base + block_size.to(tl.int64) * D).to(tl.pointer_type(tl.float32)) + within
         tl.store(scale_at, scale, mask=written)
-    elif MXFP4:
+    elif MXFP4:  # of 32 values, with a ue8m0 byte each
         GROUPS: tl.constexpr = PAD_D // 32
         code, exponent = quantise_mxfp4(value.to(tl.float32), TOKENS, GROUPS)
         byte = tl.arange(0, PAD_D // 2)
@@ -92,6 +95,7 @@ def gather_keys(
     PDL: tl.constexpr,
 ):
     pdl.wait(PDL)
+    # Rows of the batch in a row's order: find the request and its block.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block, within, known = find_slot(
         row, kv_indptr, None, block_table, requests, max_blocks, num_blocks, block_size, stride_table_request
@@ -101,11 +105,13 @@ def gather_keys(
     column = tl.arange(0, PAD_D)
     real = (row < capacity)[:, None] & (column < D)[None, :]
     value = tl.load(base[:, None] + within[:, None] * RECORD + column[None, :], mask=known[:, None] & real, other=0.0)
+    # A row that no slot is known for gets zeros.
     tl.store(keys + row.to(tl.int64)[:, None] * D + column[None, :], value, mask=real)
     if FP8:
         scale_at = (base + block_size.to(tl.int64) * D).to(tl.pointer_type(tl.float32)) + within
         tl.store(scales + row, tl.load(scale_at, mask=known, other=0.0), mask=row < capacity)
     if SCALES:
+        # Scales of MXFP4 keys: all bytes of a key, from behind the block's codes.
         group = tl.arange(0, triton.next_power_of_2(SCALES))
         there = (row < capacity)[:, None] & (group < SCALES)[None, :]
         byte_at = (base + block_size.to(tl.int64) * RECORD + within * SCALES)[:, None] + group[None, :]

@@ -50,6 +50,7 @@ def indexer_q_rope_quant(
     PDL: tl.constexpr,
 ):
     pdl.wait(PDL)
+    # A token's position picks its row of the table; live: the table has it.
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     column = tl.arange(0, DIM_PADDED)
@@ -59,15 +60,18 @@ def indexer_q_rope_quant(
         cos_sin, position, table_rows, rotated, frequency, stride_table_row, stride_table_column, WIDTH
     )
 
+    # A position outside the table gives zeros.
     source = q + token * stride_q_token + head[:, None].to(tl.int64) * stride_q_head
     inside = (head < HEADS)[:, None] & live
     values = tl.load(source + column[None, :] * stride_q_dim, mask=inside & (column < DIM)[None, :], other=0.0)
     values = values.to(tl.float32)
+    # The other element of each pair: from registers where pairs are neighbours, else by a second load.
     if INTERLEAVED and START % 2 == 0:
         partners = swap_neighbours(values, BLOCK_HEADS, DIM_PADDED)
     else:
         partners = tl.load(source + partner[None, :] * stride_q_dim, mask=inside & rotated[None, :], other=0.0)
     values = rotate(values, partners.to(tl.float32), cos[None, :], sin[None, :], rotated[None, :], is_first[None, :])
+    # Rounded to the input's type after each step, as the reference does.
     values = cast(values, q.dtype.element_ty).to(tl.float32)
     if HADAMARD:
         values = cast(hadamard(values, BLOCK_HEADS, DIM_PADDED, STAGES), q.dtype.element_ty).to(tl.float32)
@@ -76,6 +80,7 @@ def indexer_q_rope_quant(
         weights + token * stride_weights_token + head * stride_weights_head, mask=(head < HEADS) & live, other=0.0
     )
     weight = weight.to(tl.float32) * weight_scale
+    # One scale a head, which is folded into its weight.
     if QUANTISE:
         values, magnitude = finite_or_nan(values)
         scale = tl.div_rn(tl.maximum(tl.max(magnitude, 1), amax_floor), fp8_max)
@@ -90,6 +95,7 @@ def indexer_q_rope_quant(
         out = cast(values, query.dtype.element_ty)
     weight = tl.where(live, weight, 0.0)
 
+    # MXFP4: codes of all heads, then their scales.
     row = token * HEADS + head
     if MXFP4:
         GROUPS: tl.constexpr = DIM_PADDED // 32

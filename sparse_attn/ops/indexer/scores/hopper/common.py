@@ -73,6 +73,7 @@ def allocate_barriers(STAGES: gl.constexpr, PRODUCTS: gl.constexpr):
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    # A tile is freed by the consumers of its products, a query block by all of them.
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=PRODUCTS)
@@ -122,6 +123,7 @@ def _add(a, b):
 @gluon.jit
 def share(total):
     """[begin, end) of ``total`` tiles: this CTA's."""
+    # Shares differ by one tile at most; the first CTAs have the larger ones.
     cta = gl.program_id(0)
     each = total // gl.num_programs(0)
     more = total - each * gl.num_programs(0)
@@ -137,8 +139,10 @@ def search(tiles, counted, begin, end, first, skipped, last):
     counted: tiles of the chunks before. first, last: query blocks that end before either. skipped: tiles of those that
     end before ``begin``.
     """
+    # Tiles up to and with each query block, over all chunks so far.
     upto = gl.associative_scan(tiles, 0, _add) + counted
     before = upto <= begin
+    # How many query blocks end before ``begin``: the next one is the run's first.
     first += gl.sum(before.to(gl.int32), 0)
     skipped = gl.maximum(skipped, gl.max(gl.where(before, upto, 0), 0))
     last += gl.sum((upto < end).to(gl.int32), 0)
@@ -182,9 +186,12 @@ def weighed_sums(product, half_weights, ROWS: gl.constexpr):
     maximum. Four lanes have partial sums of four scores and end with one score each, not all of them with all.
     """
     PAIRS: gl.constexpr = product.shape[1] // ROWS // 8
+    # relu without a maximum; the weights are halved in return.
     weighed = (product + gl.abs(product)) * gl.expand_dims(half_weights, 0)
+    # Add up what a thread holds: pairs of columns, then both of a pair.
     columns = gl.permute(gl.reshape(weighed, [BLOCK_KV, ROWS, PAIRS, 4, 2]), (0, 1, 3, 2, 4))
     partial = gl.sum(gl.reshape(columns, [BLOCK_KV, ROWS, 2, 2, PAIRS * 2]), 4)
+    # Four lanes exchange two of their four scores, then one of two: three shuffles in all.
     partial = gl.sum(gl.convert_layout(partial, scores_layout(ROWS, 2)), 2)
     if ROWS > 1:
         partial = gl.convert_layout(partial, scores_layout(ROWS, 1))

@@ -17,10 +17,12 @@ LEAST = tl.constexpr(0x6C)  # e5m2 of 0.5 times 2^TOP; two a step of the codes b
 @triton.jit
 def _operand(half, base):
     """Four e5m2 bytes of the four codes in the low half of words. base: a byte, of a code of 0.5."""
+    # Spread four codes of a half word to a byte each.
     spread = half & 0xFFFF
     spread = (spread | (spread << 8)) & 0x00FF00FF
     spread = (spread | (spread << 4)) & 0x0F0F0F0F
     magnitude = spread & 0x07070707
+    # e5m2 by arithmetic: 0.5 is ``base``, and code n from 1.0 on is ``base`` + 2 n.
     many = ((magnitude >> 1) | (magnitude >> 2)) & 0x01010101  # from 1 on
     some = (magnitude | many) & 0x01010101  # not zero
     return (some * base + 2 * (magnitude - (some ^ many))) | ((spread & 0x08080808) << 4)
@@ -42,6 +44,7 @@ def decode_keys(
     tile = tl.program_id(0)
     key = tile.to(tl.int64) * BLOCK_KV + tl.arange(0, BLOCK_KV)
     seen = key < keys
+    # The highest of a key's four scales goes to its factor, the others' distance to it into operands.
     scales = tl.load(k_scale + key, mask=seen, other=0)
     a, b, c, d = scales & 255, (scales >> 8) & 255, (scales >> 16) & 255, (scales >> 24) & 255
     highest = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
@@ -52,6 +55,7 @@ def decode_keys(
     factor = ((highest << 23) | tl.where(odd, 0x400000, 0)).to(tl.float32, bitcast=True)
     tl.store(factors + key, factor, mask=seen)
 
+    # In the order of the product's steps word j of every group lies side by side.
     word, group = tl.arange(0, 4)[None, :, None], tl.arange(0, 4)[None, None, :]
     there = tl.broadcast_to(seen[:, None, None], [BLOCK_KV, 4, 4])
     codes = tl.load(k + (key[:, None, None] * stride_key + (group * 4 + word)), mask=there, other=0)

@@ -96,6 +96,7 @@ def allocate(codes, scales, STAGES: gl.constexpr, MMA_COLUMNS: gl.constexpr):
     of ``MMA_COLUMNS`` columns."""
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     QUERIES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    # Four fields by tile, three by query block; ends and apart are one number of a tile each.
     shared = Shared(
         codes=gl.allocate_shared_memory(codes.dtype, [STAGES] + codes.block_shape, codes.layout),
         scales=gl.allocate_shared_memory(scales.dtype, [STAGES] + scales.block_shape, scales.layout),
@@ -171,6 +172,7 @@ def exponents(scales):
 @gluon.jit
 def power(exponent):
     """fp32 of a ue8m0 byte: 2^(exponent - 127), NaN of 255."""
+    # 0 is 2^-127, which is subnormal; 255 is NaN. Both set the mantissa's highest bit.
     odd = (exponent == 0) | (exponent == 255)
     return ((exponent << 23) | gl.where(odd, 0x400000, 0)).to(gl.float32, bitcast=True)
 
@@ -185,13 +187,17 @@ def fits(highest, lowest):
 @gluon.jit
 def turn_scales(shared, bars, stage, seen):
     """Turn a tile's scales into steps and factors, in one warp. seen: [BLOCK_KV], which keys are."""
+    # One warp, two keys a lane, while other warps load and multiply.
     scale = shared.scales.index(stage).reshape([BLOCK_KV]).load(KEYS_OF_A_WARP)
     highest, lowest = exponents(scale)
+    # Keys that no row sees do not send a tile the long way, nor do keys that are NaN.
     apart = seen & (highest - lowest > WINDOW) & (highest < 255)
     any_apart = gl.max(apart.to(gl.int32), 0)
+    # No byte borrows: the highest is at least each of them. A NaN lies in the factor.
     shared.steps.index(stage).store(highest * 0x01010101 - scale)
     shared.factors.index(stage).store(power(highest))
     shared.apart.index(stage).store(gl.full([1], any_apart, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    # Consumers wait for ready behind full.
     signal(bars.ready.index(stage))
 
 
@@ -211,6 +217,7 @@ def _multiply(words, low, high, q):
     """Start the product [BLOCK_KV, columns] of packed keys and an operand of queries [columns, 128]."""
     N: gl.constexpr = q.shape[0]
     RESULT: gl.constexpr = product_layout(N)
+    # Operand A out of registers: keys are decoded there and never stored.
     keys = operand(decode(words, low, high), RESULT)
     keys = keys.to(gl.float8e5, bitcast=True)
     return warpgroup_mma(
@@ -221,6 +228,7 @@ def _multiply(words, low, high, q):
 @gluon.jit
 def multiply_codes(words, steps, q):
     """Start the product of packed keys whose groups' scales are ``steps`` below their highest, a byte each."""
+    # Each group's table is lowered by its own step; a lane has one group of a key.
     group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, KEY_WORDS)))
     low, high = _tables(_byte(gl.expand_dims(steps, 1), gl.expand_dims(group, 0)))
     return _multiply(words, low, high, q)
@@ -253,6 +261,7 @@ def half_weights_of(block, first, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.constexpr_function
 def _weights_layout(columns):
     """Of weights in the order of ``_for_lanes``: four together that one thread needs."""
+    # Threads hold weights in groups of four, for loads of 16 bytes.
     registers = [[1], [2]] + [[1 << bit] for bit in range(4, columns.bit_length() - 1)]
     return gl.DistributedLinearLayout(registers, [[4], [8], [0], [0], [0]], [[0], [0]], [], [columns])
 
@@ -281,6 +290,7 @@ def weights_of(memory, IN_ORDER: gl.constexpr):
 @gluon.jit
 def query_tables(scales, group):
     """Of columns' scales: (low, high) for ``decode``, the highest for ``weight_factor``, whether they fit."""
+    # Where a head's groups are too far apart, or its scale too near the ends of fp32, steps stay 0.
     highest, lowest = exponents(scales)
     folded = fits(highest, lowest)
     steps = gl.where(folded, highest * 0x01010101 - scales, 0)
@@ -306,6 +316,7 @@ def prepare(block, queries, weights, fit, PART: gl.constexpr, which: gl.constexp
     COLUMN: gl.constexpr = gl.SliceLayout(1, GROUPS)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     FIRST: gl.constexpr = which * PART
+    # Codes of this consumer's columns. Rows that do not exist have codes 0 and scale 1.
     row, head, there = _columns(block, FIRST, PART, COLUMN)
     at = block.codes + row * block.stride_row + head * 16
     group = gl.arange(0, 4, layout=gl.SliceLayout(0, GROUPS))
@@ -316,13 +327,16 @@ def prepare(block, queries, weights, fit, PART: gl.constexpr, which: gl.constexp
     scales = column_scales(block, FIRST, PART, COLUMN)
     half_weights = half_weights_of(block, FIRST, PART, COLUMN)
     low, high, highest, folded = query_tables(scales, group)
+    # The operand of the matrix unit: four e5m2 values a word.
     COLUMNS: gl.constexpr = queries.shape[0]
     operand = reinterpret(queries, gl.int32, [COLUMNS, 32], WORDS)
     operand.slice(FIRST, PART, dim=0).store(decode(words, low, high))
+    # The highest scale of a head goes to its weight, since it is common to all products.
     half_weights = half_weights * weight_factor(highest)
     if not IN_ORDER:
         half_weights = _for_lanes(half_weights)
     weights.slice(FIRST, PART, dim=0).store(half_weights)
+    # Consumers look at all parts before they choose how to score.
     all_fit = gl.min(folded.to(gl.int32), 0)
     fit.slice(which, 1, dim=0).store(gl.full([1], all_fit, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
 
@@ -330,6 +344,7 @@ def prepare(block, queries, weights, fit, PART: gl.constexpr, which: gl.constexp
 @gluon.jit
 def _times_power(x, exponent):
     """x * 2^exponent, in two steps for exponents that no fp32 has."""
+    # Each half of the exponent is a power that fp32 has.
     half = exponent >> 1
     once = (gl.maximum(half + 127, 0) << 23).to(gl.float32, bitcast=True)
     again = (gl.maximum(exponent - half + 127, 0) << 23).to(gl.float32, bitcast=True)
@@ -341,6 +356,7 @@ def _scores_of_columns(words, key_scales, q, block, first, COUNT: gl.constexpr):
     """fp32 [BLOCK_KV, 1]: of the columns from ``first`` on, whose operand is q."""
     RESULT: gl.constexpr = product_layout(COUNT)
     COLUMN: gl.constexpr = gl.SliceLayout(0, RESULT)
+    # Scales of the keys, and of the columns' heads. Folded heads have their steps in the operand already.
     group = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, KEY_WORDS))), 0)
     key_scale = key_scales.load(gl.SliceLayout(1, RESULT))
     scale = column_scales(block, first, COUNT, COLUMN)
@@ -349,9 +365,11 @@ def _scores_of_columns(words, key_scales, q, block, first, COUNT: gl.constexpr):
     half_weights = gl.where(highest == 255, float("nan"), half_weights_of(block, first, COUNT, COLUMN))
     total = gl.zeros([BLOCK_KV, COUNT], gl.float32, RESULT)
     none = gl.zeros([BLOCK_KV, 4], gl.int32, gl.SliceLayout(2, KEY_WORDS))
+    # One group at a time: tables of zeros take the others out of the product.
     for g in range(4):
         low, high = gl.where(group == g, LOW_CODES, none), gl.where(group == g, HIGH_CODES, none)
         product = warpgroup_mma_wait(0, deps=(_multiply(words, low, high, q),))
+        # 2^TOP of either operand is taken out with the scales.
         of_key = gl.expand_dims(_byte(key_scale, g) - (127 + TOP), 1)
         of_query = gl.expand_dims(gl.where(folded, highest, _byte(scale, g)) - (127 + TOP), 0)
         total += _times_power(product, of_key + of_query)
@@ -371,6 +389,7 @@ def _scores_of_row(words, key_scales, operands, block, first_column):
 def scores_of_groups(words, key_scales, queries, block, first_column, ROWS: gl.constexpr):
     """fp32 [BLOCK_KV, ROWS] of groups of any scales: of rows whose columns of a query block begin at
     ``first_column``. key_scales: words of four scales, in shared memory. queries: operands [columns, 128]."""
+    # Queries are seen in chunks, so that the number of a chunk may be known at run time only.
     CHUNKS: gl.constexpr = queries.shape[0] // CHUNK
     HEADS: gl.constexpr = block.HEADS
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)

@@ -62,6 +62,7 @@ class Ranges:
 @gluon.jit
 def range_of(ranges, row):
     """[start, end) of the keys that ``row`` sees; empty, of a row that does not exist."""
+    # Clip to the keys that exist; a row behind the last has none.
     exists = row < ranges.rows
     start = gl.load(ranges.start + row.to(gl.int64) * ranges.stride_start, mask=exists, other=0)
     end = gl.load(ranges.end + row.to(gl.int64) * ranges.stride_end, mask=exists, other=0)
@@ -71,6 +72,7 @@ def range_of(ranges, row):
 @gluon.jit
 def tiles_of(ranges, query_block, BLOCK_Q: gl.constexpr):
     """(first tile, tiles) that some row of a query block sees."""
+    # From the lowest start to the highest end of rows that see any key.
     low, high = range_of(ranges, query_block * BLOCK_Q)
     empty = low >= high
     low, high = gl.where(empty, ranges.keys, low), gl.where(empty, 0, high)
@@ -91,6 +93,7 @@ def count_blocks(rows, BLOCK_Q: gl.constexpr):
 @gluon.jit
 def find_run(ranges, query_block, query_blocks, BLOCK_Q: gl.constexpr):
     """The CTA's run. query_block, query_blocks: as count_blocks gives them."""
+    # First pass: tiles of all query blocks, CHUNK at a time.
     _, tiles = tiles_of(ranges, query_block, BLOCK_Q)
 
     counted = gl.sum(tiles, 0)
@@ -98,6 +101,7 @@ def find_run(ranges, query_block, query_blocks, BLOCK_Q: gl.constexpr):
     for chunk in range(CHUNK, query_blocks, CHUNK):
         _, others = tiles_of(ranges, chunk + query_block, BLOCK_Q)
         total += gl.sum(others, 0)
+    # Second pass: which query blocks the CTA's tiles begin and end in. The first chunk is still in registers.
     begin, end = share(total)
     first, skipped, last = search(tiles, 0, begin, end, 0, 0, 0)
     for chunk in range(CHUNK, query_blocks, CHUNK):
@@ -119,10 +123,12 @@ def producer(
     done, blocks_done = 0, 0
     skip = run.skip
     for query_block in range(run.first, run.last):
+        # How many of the query block's tiles are this CTA's.
         begin, tiles = tiles_of(ranges, query_block, BLOCK_Q)
         own = gl.maximum(gl.minimum(tiles - skip, run.count - done), 0)
         if own > 0:
             if not PREPARED:
+                # All consumers are done with the query block that was here.
                 q_stage, phase = ring(blocks_done, Q_STAGES)
                 mbarrier.wait(bars.q_empty.index(q_stage), phase ^ 1)
                 q_full = bars.q_full.index(q_stage)
@@ -132,14 +138,17 @@ def producer(
                 )
                 tma_load(q, [query_block * MMA_COLUMNS, 0], q_full, shared.queries.index(q_stage))
                 tma_load(weights, [query_block * BLOCK_Q, 0], q_full, shared.weights.index(q_stage))
+            # Tiles, as far ahead as the ring allows.
             for i in range(own):
                 stage, phase = ring(done + i, STAGES)
                 key = (begin + skip + i) * BLOCK_KV
                 mbarrier.wait(bars.empty.index(stage), phase ^ 1)
+                # The bytes of codes and scales complete full.
                 full = bars.full.index(stage)
                 mbarrier.expect(full, shared.keys.shape[1] * shared.keys.shape[2] + shared.scales.shape[2] * 4)
                 tma_load(k, [key, 0], full, shared.keys.index(stage))
                 tma_load(k_scale, [0, key], full, shared.scales.index(stage))
+        # The ring goes on over query blocks, so the number of tiles is carried.
         done += own
         blocks_done += (own > 0).to(gl.int32)
         skip = 0
@@ -151,6 +160,7 @@ def consumer(
 ):  # fmt: skip
     """Score every tile of the CTA's run whose turn it is, and COLUMNS of a query block's columns. half: makes
     ``half_weights`` of the weights in shared memory."""
+    # A tile has one product or two, of COLUMNS columns each. TURN: which tiles are this consumer's.
     STAGES: gl.constexpr = shared.keys.shape[0]
     PRODUCTS: gl.constexpr = products(shared.queries.shape[1])
     PRODUCT: gl.constexpr = which % PRODUCTS  # its own, of a tile
@@ -166,26 +176,32 @@ def consumer(
     skip = run.skip
     for nth in range(run.last - run.first):  # from 0, for query blocks as wide as addresses take two registers
         query_block = run.first + nth
+        # As the producer counts: the same tiles in the same stages.
         begin, tiles = tiles_of(ranges, query_block, BLOCK_Q)
         own = gl.maximum(gl.minimum(tiles - skip, run.count - done), 0)
         if own > 0:
+            # A row's scores begin with its first key: offsets are relative to ``start``.
             start, end = range_of(ranges, query_block * BLOCK_Q + row)
             to = gl.expand_dims(out + ((query_block * BLOCK_Q + row).to(gl.int64) * stride_out + start), 0)
             length = gl.expand_dims(gl.maximum(end - start, 0), 0).to(gl.uint32)
             offset = gl.expand_dims((begin + skip) * BLOCK_KV + key, 1) - gl.expand_dims(start, 0)
+            # Weights come with the query block.
             q_stage, phase = ring(blocks_done, Q_STAGES)
             mbarrier.wait(bars.q_full.index(q_stage), phase)
             weights = shared.weights.index(q_stage).reshape([PRODUCTS * COLUMNS])
             half_weights = half * weights.slice(PRODUCT * COLUMNS, COLUMNS).load(COLUMN)
+            # Every TURNS-th tile, whichever query block it is of.
             for i in range(own_tile(TURN, done, TURNS), own, TURNS):
                 stage, phase = ring(done + i, STAGES)
                 mbarrier.wait(bars.full.index(stage), phase)
                 q = shared.queries.index(q_stage).slice(PRODUCT * COLUMNS, COLUMNS, dim=0)
                 product = multiply(shared.keys.index(stage), q)
+                # The scale is read beside the product; then the stage is free.
                 scale = shared.scales.index(stage).reshape([BLOCK_KV]).load(KEY)
                 product = warpgroup_mma_wait(0, deps=(product,))
                 signal(bars.empty.index(stage))
                 scores = weighed_sums(product, half_weights, ROWS) * gl.expand_dims(scale, 1)
+                # Unsigned, so that one comparison leaves out keys before a row's first, too.
                 at = offset + i * BLOCK_KV
                 gl.store(to + at, scores, mask=at.to(gl.uint32) < length)
             signal(bars.q_empty.index(q_stage))
@@ -215,6 +231,7 @@ def mqa_logits(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
+    # Rings of tiles and of query blocks.
     BLOCK_Q: gl.constexpr = weights.block_shape[0]
     query_block, query_blocks = count_blocks(rows, BLOCK_Q)
     shared = Shared(
@@ -225,6 +242,7 @@ def mqa_logits(
     )
     bars = allocate_barriers(STAGES, products(shared.queries.shape[1]))
     ranges = Ranges(kv_start, kv_end, rows, keys, stride_start_row, stride_end_row)
+    # Barriers are seen before any warp uses them. PDL: ranges may be the launch before's.
     fence_async_shared()
     wait()
     run = find_run(ranges, query_block, query_blocks, BLOCK_Q)

@@ -64,6 +64,7 @@ def _places():
 def _copy(packed, queries, first_row, rows):
     """Start to copy the query block that begins at ``first_row``; behind the last of ``rows`` that row again."""
     CHUNKS: gl.constexpr = packed.codes.shape[0]
+    # CHUNK columns at a time, whose heads follow each other in a row.
     HEADS: gl.constexpr = queries.HEADS
     COLUMN: gl.constexpr = gl.BlockedLayout([CHUNKS * CHUNK // 64], [32], [2], [0])
     head, group, word = _places()
@@ -73,6 +74,7 @@ def _copy(packed, queries, first_row, rows):
         row = gl.minimum(first_row + n * CHUNK // HEADS, rows - 1).to(gl.int64)
         codes = queries.codes + row * queries.stride_row + n * CHUNK % HEADS * 16
         async_load(packed.codes.index(n), codes + place)
+    # Scales and weights of all columns. Rows behind the last are read, but not stored.
     column = gl.arange(0, CHUNKS * CHUNK, layout=COLUMN)
     row, head = gl.minimum(first_row + column // HEADS, rows - 1).to(gl.int64), column % HEADS
     scales = queries.codes + row * queries.stride_row + HEADS * 16
@@ -92,10 +94,12 @@ def _decode(packed, operands, half_weights, far):
     half_weights = reinterpret(half_weights, gl.float32, [CHUNKS, CHUNK], LINEAR)
     all_scales = reinterpret(packed.scales, gl.int32, [CHUNKS, CHUNK], LINEAR)
     all_weights = reinterpret(packed.weights, gl.float32, [CHUNKS, CHUNK], LINEAR)
+    # CHUNK columns at a time: codes fit registers of two warps.
     for n in range(CHUNKS):
         words = packed.codes.index(n).load(words_layout(CHUNK, True, True))
         scales = all_scales.index(n).load(head.type.layout)
         low, high, highest, folded = query_tables(scales, group)
+        # Operand, and half the weight times the head's highest scale.
         operands.index(n).store(decode(words, low, high))
         half_weights.index(n).store(0.5 * all_weights.index(n).load(head.type.layout) * weight_factor(highest))
         gl.store(far + head * 0, 1, mask=folded == 0)
@@ -104,20 +108,25 @@ def _decode(packed, operands, half_weights, far):
 @gluon.jit
 def _preparer(shared, bars, packed, queries, far, ranges, run, BLOCK_Q: gl.constexpr):
     """Bring a query block, decoded."""
+    # Each CTA has a word of its own, so that nobody has to clear it before.
     far += gl.program_id(0)
     gl.store(far, 0)
     done, blocks_done = 0, 0
     skip = run.skip
     for query_block in range(run.first, run.last):
+        # As the producer counts: the same query blocks in the same stages.
         _, tiles = tiles_of(ranges, query_block, BLOCK_Q)
         own = gl.maximum(gl.minimum(tiles - skip, run.count - done), 0)
         if own > 0:
+            # Copies are under way while consumers finish the query block that was here.
             _copy(packed, queries, query_block * BLOCK_Q, ranges.rows)
             q_stage, phase = ring(blocks_done, Q_STAGES)
             mbarrier.wait(bars.q_empty.index(q_stage), phase ^ 1)
             async_copy.wait_group(0)
+            # Both warps' copies are there.
             barrier()
             _decode(packed, shared.queries.index(q_stage), shared.weights.index(q_stage), far)
+            # The matrix unit reads what threads wrote.
             fence_async_shared()
             signal(bars.q_full.index(q_stage))
         done += own
@@ -156,6 +165,7 @@ def mqa_logits(
     COLUMNS: gl.constexpr = BLOCK_Q * HEADS
     CHUNKS: gl.constexpr = COLUMNS // CHUNK
     query_block, query_blocks = count_blocks(rows, BLOCK_Q)
+    # Rings of tiles and of query blocks, and one query block as it comes.
     shared = Shared(
         keys=gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_shape, k.layout),
         scales=gl.allocate_shared_memory(k_scale.dtype, [STAGES] + k_scale.block_shape, k_scale.layout),
@@ -170,6 +180,7 @@ def mqa_logits(
     queries = Queries(q, weights, stride_q_row, stride_weights_row, stride_weights_head, HEADS)
     bars = allocate_barriers(STAGES, products(COLUMNS))
     ranges = Ranges(kv_start, kv_end, rows, keys, stride_start_row, stride_end_row)
+    # Barriers are seen before any warp uses them. PDL: keys are the launch before's.
     fence_async_shared()
     wait()
     run = find_run(ranges, query_block, query_blocks, BLOCK_Q)

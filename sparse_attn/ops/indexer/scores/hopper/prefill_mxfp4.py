@@ -46,11 +46,13 @@ def _producer(shared, bars, k, k_scale, ranges, run, BLOCK_Q: gl.constexpr):
     done = 0
     skip = run.skip
     for query_block in range(run.first, run.last):
+        # How many of the query block's tiles are this CTA's.
         begin, tiles = tiles_of(ranges, query_block, BLOCK_Q)
         own = gl.maximum(gl.minimum(tiles - skip, run.count - done), 0)
         for i in range(own):
             stage, phase = ring(done + i, STAGES)
             key = (begin + skip + i) * BLOCK_KV
+            # The consumer of the tile that was here has it in registers.
             mbarrier.wait(bars.empty.index(stage), phase ^ 1)
             full = bars.full.index(stage)
             mbarrier.expect(full, (shared.codes.shape[1] * shared.codes.shape[2] + shared.scales.shape[2]) * 4)
@@ -68,11 +70,13 @@ def _scaler(shared, bars, ranges, run, BLOCK_Q: gl.constexpr):
     done = 0
     skip = run.skip
     for query_block in range(run.first, run.last):
+        # As the producer counts: the same tiles in the same stages.
         begin, tiles = tiles_of(ranges, query_block, BLOCK_Q)
         own = gl.maximum(gl.minimum(tiles - skip, run.count - done), 0)
         for i in range(own):
             stage, phase = ring(done + i, STAGES)
             mbarrier.wait(bars.full.index(stage), phase)
+            # Behind the last key are zeros, which no row sees.
             turn_scales(shared, bars, stage, (begin + skip + i) * BLOCK_KV + key < ranges.keys)
         done += own
         skip = 0
@@ -94,6 +98,7 @@ def _place(ranges, out, stride_out, first_key, first_row, ROWS: gl.constexpr):
 @gluon.jit
 def _store(scores, place, tile):
     to, offset, length = place
+    # Unsigned, so that one comparison leaves out keys before a row's first, too.
     at = offset + tile * BLOCK_KV
     gl.store(to + at, scores, mask=at.to(gl.uint32) < length)
 
@@ -106,6 +111,7 @@ def _consumer(
     """Score every tile of the CTA's run whose turn it is: decode it once, and multiply COLUMNS columns at a time.
     FAR: leave out tiles whose groups are near."""
     STAGES: gl.constexpr = shared.codes.shape[0]
+    # One consumer takes a whole tile, decodes it once and multiplies it PRODUCTS times.
     PRODUCTS: gl.constexpr = products(BLOCK_Q * HEADS)
     ROWS: gl.constexpr = BLOCK_Q // PRODUCTS
     N: gl.constexpr = ROWS * HEADS
@@ -116,6 +122,7 @@ def _consumer(
     skip = run.skip
     for nth in range(run.last - run.first):  # from 0, for query blocks as wide as addresses take two registers
         query_block = run.first + nth
+        # As the producer counts: the same tiles in the same stages.
         begin, tiles = tiles_of(ranges, query_block, BLOCK_Q)
         own = gl.maximum(gl.minimum(tiles - skip, run.count - done), 0)
         if own > 0:
@@ -124,26 +131,32 @@ def _consumer(
                 q + row * stride_q_row, weights + row * stride_weights_row,
                 ranges.rows - query_block * BLOCK_Q, stride_q_row, stride_weights_row, stride_weights_head, HEADS,
             )  # fmt: skip
+            # Who is here has passed q_ready of the block before: all consumers are done with the one before that.
             q_stage, phase = ring(blocks_done, Q_STAGES)
             queries, half = shared.queries.index(q_stage), shared.weights.index(q_stage)
             prepare(block, queries, half, shared.fit.index(q_stage), BLOCK_Q * HEADS // CONSUMERS, which, False)
+            # The matrix unit reads what threads wrote; q_ready awaits all consumers' parts.
             fence_async_shared()
             signal(bars.q_ready.index(q_stage))
+            # Where scores go, while others finish their parts.
             first_key = (begin + skip) * BLOCK_KV
             places = ()
             for p in gl.static_range(PRODUCTS):
                 first_row = query_block * BLOCK_Q + p * ROWS
                 places = places + (_place(ranges, out, stride_out, first_key, first_row, ROWS),)
             mbarrier.wait(bars.q_ready.index(q_stage), phase)
+            # All consumers read the same, and choose alike.
             all_fit = gl.min(shared.fit.index(q_stage).load(gl.BlockedLayout([4], [32], [4], [0])), 0)
             for i in range(own_tile(which, done, CONSUMERS), own, CONSUMERS):
                 stage, phase = ring(done + i, STAGES)
                 mbarrier.wait(bars.full.index(stage), phase)
+                # Codes are read before the scales are ready.
                 words = words_of(shared.codes.index(stage))
                 mbarrier.wait(bars.ready.index(stage), phase)
                 steps = shared.steps.index(stage).load(gl.SliceLayout(1, gl.SliceLayout(2, KEY_WORDS)))
                 factor = shared.factors.index(stage).load(KEY)
                 apart = gl.sum(shared.apart.index(stage).load(ANY), 0)
+                # The common case: operands are exact. All of the tile is in registers, so the stage is free.
                 if (apart == 0) & (all_fit != 0):
                     signal(bars.empty.index(stage))
                     for p in gl.static_range(0 if FAR else PRODUCTS):
@@ -152,12 +165,14 @@ def _consumer(
                         half_weights = weights_of(half.slice(p * N, N), False)
                         scores = weighed_sums(product, half_weights, ROWS) * gl.expand_dims(factor, 1)
                         _store(scores, places[p], i)
+                # Groups too far apart: one after the other. Scales are read in shared memory to the end.
                 else:
                     key_scales = shared.scales.index(stage).reshape([BLOCK_KV])
                     here = within_loop(block, i)
                     known = gl.expand_dims(gl.where(factor == factor, 1.0, float("nan")), 1)
                     for far in range(PRODUCTS):
                         scores = scores_of_groups(words, key_scales, queries, here, far * N, ROWS) * known
+                        # Places are computed anew: this branch is rare, and holds no registers.
                         far_row = query_block * BLOCK_Q + far * ROWS
                         _store(scores, _place(ranges, out, stride_out, first_key, far_row, ROWS), i)
                     signal(bars.empty.index(stage))
@@ -169,6 +184,7 @@ def _consumer(
 @gluon.jit
 def _any(words, count):
     """Whether some of ``count`` words in global memory is not zero."""
+    # The first chunk by one load, others in turn.
     place = gl.arange(0, CHUNK, layout=gl.BlockedLayout([1], [32], [4], [0]))
     found = gl.load(words + place, mask=place < count, other=0)
     for chunk in range(CHUNK, count, CHUNK):
@@ -208,6 +224,7 @@ def mqa_logits(
     ranges = Ranges(kv_start, kv_end, rows, keys, stride_start_row, stride_end_row)
     fence_async_shared()
     wait()
+    # A second launch, behind prefill_decoded: no rows where nothing is far.
     if far is not None:
         rows = gl.where(_any(far, far_count), rows, 0)
         ranges = Ranges(kv_start, kv_end, rows, keys, stride_start_row, stride_end_row)

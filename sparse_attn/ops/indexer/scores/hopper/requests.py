@@ -66,6 +66,7 @@ def lengths_of(lengths, query_block):
     first = query_block % BLOCKS * lengths.BLOCK_Q
     at = lengths.lens + (query_block // BLOCKS).to(gl.int64) * lengths.stride_request
     found = ()
+    # The last row again where a request has fewer: its length changes no maximum.
     for n in gl.static_range(lengths.BLOCK_Q):
         found = found + (gl.load(at + gl.minimum(first + n, lengths.NEXT_N - 1) * lengths.stride_row),)
     return found
@@ -90,6 +91,7 @@ def tiles_of(lengths, query_block):
 def _chunk_lengths(lengths, begin):
     """Lengths of CHUNK query blocks, each by one thread; of the last one behind it, for ptxas branches about every
     mbarrier.init behind a masked load."""
+    # A chunk has as many query blocks as a warpgroup has threads.
     query_block = begin + gl.arange(0, CHUNK, layout=gl.BlockedLayout([1], [32], [4], [0]))
     return lengths_of(lengths, gl.minimum(query_block, lengths.query_blocks - 1))
 
@@ -98,6 +100,7 @@ def _chunk_lengths(lengths, begin):
 def _chunk_tiles(rows, lengths, begin):
     """Tiles of CHUNK query blocks, in every warp. The lengths are waited for here: ptxas hoists arithmetic, but no
     shared memory."""
+    # Each warp has all of a chunk: sums over it stay in a warp.
     EVERYWHERE: gl.constexpr = gl.BlockedLayout([CHUNK // 32], [32], [4], [0])
     copies = ()
     for n in gl.static_range(len(rows)):
@@ -116,14 +119,17 @@ def entries_of(table, column, max_blocks):
 def find_run(lengths, pdl_tiles):
     """(the CTA's run, whether scores are to stay in the L2); dependent launches may start where there are at most
     ``pdl_tiles`` tiles. Every warp looks by itself."""
+    # First pass: tiles of all query blocks, CHUNK at a time.
     rows = _chunk_lengths(lengths, 0)
     tiles = _chunk_tiles(rows, lengths, 0)
     counted = gl.sum(tiles, 0)
     total = counted
     for chunk in range(CHUNK, lengths.query_blocks, CHUNK):
         total += gl.sum(_chunk_tiles(_chunk_lengths(lengths, chunk), lengths, chunk), 0)
+    # Few tiles: the next launch finds room beside this one.
     if total <= pdl_tiles:
         launch_dependents()
+    # Second pass: which query blocks the CTA's tiles begin and end in. The first chunk is still in registers.
     begin, end = share(total)
     first, skipped, last = search(tiles, 0, begin, end, 0, 0, 0)
     for chunk in range(CHUNK, lengths.query_blocks, CHUNK):
@@ -143,12 +149,15 @@ def clear(lengths, output):
     BLOCK_Q: gl.constexpr = lengths.BLOCK_Q
     BLOCKS: gl.constexpr = blocks_of(NEXT_N, BLOCK_Q)
     WIDTH: gl.constexpr = 512
+    # Four warps store 2 KB of a row at a time.
     column = gl.arange(0, WIDTH, layout=gl.BlockedLayout([1], [32], [4], [0]))
     nothing = gl.full([WIDTH], -float("inf"), gl.float32, gl.BlockedLayout([1], [32], [4], [0]))
     ctas, query_blocks = gl.num_programs(0), lengths.query_blocks
+    # CTAs with the same remainder share a query block, each a part of it.
     part = gl.program_id(0) // query_blocks
     for query_block in range(gl.program_id(0) % query_blocks, query_blocks, ctas):
         parts = gl.maximum((ctas - query_block + query_blocks - 1) // query_blocks, 1)
+        # Positions up to the last tile's end are the consumers'.
         begin = tiles_of(lengths, query_block) * BLOCK_KV
         first_row = query_block % BLOCKS * BLOCK_Q
         to = output.out + ((query_block // BLOCKS).to(gl.int64) * NEXT_N + first_row) * output.stride_out + column
@@ -172,6 +181,7 @@ def own_rows(FIRST_ROW: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr):
     """(``ROWS`` rows of a query block from FIRST_ROW on as scores have them, groups of a tile, the rows as the highest
     of groups have them); of no use where there are no groups. To be computed once, before any query block."""
     SCORES: gl.constexpr = scores_layout(ROWS)
+    # Maxima have fewer elements in the same threads, so they need rows and groups of their own.
     own_row = FIRST_ROW + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SCORES))
     if GROUP > 1:
         MAXIMA: gl.constexpr = maxima_layout(ROWS, GROUP)
@@ -190,13 +200,16 @@ def places(lengths, output, query_block, own_row, maxima_row):
     GROUP: gl.constexpr = output.GROUP
     BLOCKS: gl.constexpr = blocks_of(NEXT_N, lengths.BLOCK_Q)
     gl.static_assert(GROUP == 1 or not output.CLEAR)  # what is written ends with a group
+    # Rows of this query block that exist.
     request = (query_block // BLOCKS).to(gl.int64)
     first_row = query_block % BLOCKS * lengths.BLOCK_Q
     present = NEXT_N - first_row
     to = gl.expand_dims(output.out + (request * NEXT_N + first_row + own_row) * output.stride_out, 0)
     lens = lengths.lens + request * lengths.stride_request
+    # A row that does not exist sees nothing.
     limit = gl.load(lens + (first_row + own_row) * lengths.stride_row, mask=own_row < present, other=0)
     limit = gl.expand_dims(gl.minimum(limit, lengths.max_context), 0)
+    # Scores are written as far as a row sees, or to the end of its last group, or everywhere.
     written = limit
     if output.CLEAR:
         written = gl.expand_dims(gl.where(own_row < present, lengths.max_context, 0), 0)
@@ -218,9 +231,11 @@ def write(scores, tile, end, place, output, keep_in_l2, key, group):
     GROUP: gl.constexpr = output.GROUP
     ROWS: gl.constexpr = scores.shape[1]
     position = gl.expand_dims(tile * BLOCK_KV + key, 1)
+    # -inf behind a row's own end, or where the tile is no block.
     scores = gl.where(position < gl.minimum(limit, end), scores, -float("inf"))
     _store(to + position, scores, position < written, keep_in_l2)
     if GROUP > 1:
+        # A group's keys are a thread's, or neighbours in a warp.
         highest = gl.max(gl.reshape(scores, [BLOCK_KV // GROUP, GROUP, ROWS]), 1)
         highest = gl.convert_layout(highest, maxima_layout(ROWS, GROUP), assert_trivial=True)
         at = gl.expand_dims(tile * (BLOCK_KV // GROUP) + group, 1)

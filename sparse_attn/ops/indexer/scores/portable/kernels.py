@@ -62,10 +62,12 @@ def mqa_logits(
     PDL: tl.constexpr,
 ):
     pdl.wait_only(PDL)
+    # A CTA has one tile of keys and BLOCK_Q rows.
     key = tl.program_id(0) * BLOCK_KV + tl.arange(0, BLOCK_KV)
     first = tl.program_id(1) * BLOCK_Q
     real_key = key < keys
     row = first + tl.arange(0, BLOCK_Q)
+    # Where no row of the CTA sees any of the keys there is nothing to multiply.
     last = tl.minimum(first + BLOCK_Q, rows)
     begin = tl.program_id(0) * BLOCK_KV
     if scores.out_of_reach(kv_start, kv_end, row, rows, begin, stride_start_row, stride_end_row, BLOCK_KV):
@@ -76,6 +78,7 @@ def mqa_logits(
     dim = tl.arange(0, PAD_D)
     head = tl.arange(0, PAD_H)
     real_dim = dim < D
+    # The tile of keys is loaded once, and stays for all rows.
     k_at = k + key.to(tl.int64)[:, None] * stride_k_key + dim[None, :]
     if FP8_DOT:
         k_at = k_at.to(tl.pointer_type(tl.float8e4nv))
@@ -86,6 +89,7 @@ def mqa_logits(
     if k_scale is not None:
         scale = tl.load(k_scale + key.to(tl.int64) * stride_scale_key, mask=real_key, other=0.0)
 
+    # A turn is a row: its heads are the columns of a product.
     real_head = head < heads
     for m in tl.range(first, last, num_stages=STAGES):
         m64 = tl.cast(m, tl.int64)
@@ -99,10 +103,12 @@ def mqa_logits(
             heads_tile = _operand(tl.load(q_at, mask=inside, other=0.0), FP8, FP8_DOT, FNUZ)
         weight_at = weights + m64 * stride_weights_row + head * stride_weights_head
         weight = tl.load(weight_at, mask=real_head, other=0.0)
+        # The row's range, on its way while the product runs.
         start = tl.load(kv_start + m64 * stride_start_row)
         end = tl.load(kv_end + m64 * stride_end_row)
         products = dot(keys_tile, tl.trans(heads_tile), tl.zeros([BLOCK_KV, PAD_H], tl.float32))
         score = tl.sum(scores.weighed(products, weight, real_head, WHOLE_H, False), 1)
+        # The key's scale is common to all heads: it comes last.
         if k_scale is not None:
             score = score * scale
         score = tl.where((key >= start) & (key < end), score, float("-inf"))
@@ -117,6 +123,7 @@ def clear_outside(
     """-inf outside a row's range; a row's CTAs share it in blocks."""
     pdl.wait(PDL)
     row = tl.program_id(0).to(tl.int64)
+    # Clip to the keys that exist. An empty range is cleared as one part in front.
     start = tl.minimum(tl.maximum(tl.load(kv_start + row * stride_start_row), 0), keys)
     end = tl.minimum(tl.maximum(tl.load(kv_end + row * stride_end_row), 0), keys)
     start = tl.where(start < end, start, keys)
@@ -124,6 +131,7 @@ def clear_outside(
     nothing = tl.full([BLOCK], float("-inf"), tl.float32)
     part = tl.program_id(1) * BLOCK
     step = tl.num_programs(1) * BLOCK
+    # In front of the range, then behind it; blocks are aligned to BLOCK.
     for begin in range(part, start, step):
         column = begin + tl.arange(0, BLOCK)
         tl.store(out_row + column, nothing, mask=column < start)
@@ -179,6 +187,7 @@ def paged_mqa_logits(
     PDL: tl.constexpr,
 ):
     pdl.wait_only(PDL)
+    # A CTA has some rows of a request, and every so manieth tile of its keys.
     BLOCKS: tl.constexpr = (NEXT_N + BLOCK_Q - 1) // BLOCK_Q
     request = (tl.program_id(0) // BLOCKS).to(tl.int64)
     first_row = tl.program_id(0) % BLOCKS * BLOCK_Q
@@ -187,6 +196,7 @@ def paged_mqa_logits(
     lens = context_lens + request * stride_lens_request
     limit, longest = scores.limits(lens, row, max_context, stride_lens_row, NEXT_N)
 
+    # Queries and weights of all its rows stay for all tiles: columns are heads of row after row.
     dim = tl.arange(0, PAD_D)
     column = tl.arange(0, BLOCK_Q * PAD_H)
     head, column_row = column % PAD_H, first_row + column // PAD_H
@@ -198,12 +208,14 @@ def paged_mqa_logits(
     heads_tile = _operand(tl.load(q_at, mask=real_column[:, None] & (dim < D)[None, :], other=0.0), FP8, FP8_DOT, FNUZ)
     weight_at = weights + (request * NEXT_N + column_row) * stride_weights_row + head * stride_weights_head
     weight = tl.load(weight_at, mask=real_column, other=0.0)
+    # With fp8 products relu is x + |x|, against half the weight.
     if FP8_DOT:
         weight = 0.5 * weight
     number = request * NEXT_N + row
     out_row = out + number * stride_out_row
     table = block_table + request * stride_table_request
 
+    # The entry of a block table is looked up one tile ahead.
     first = tl.program_id(1) * BLOCK_KV
     next_entry = -1
     if ONE_ENTRY:
@@ -213,6 +225,7 @@ def paged_mqa_logits(
         entry, table_column, kv_valid, next_entry = scores.find_block(
             table, position, begin, step, longest, next_entry, max_blocks, num_blocks, block_size, ONE_ENTRY
         )
+        # Codes of a block lie in front, its scales behind them.
         base = cache + entry.to(tl.int64) * stride_cache_block
         within = position - table_column * block_size
         if FP8:  # on their way while keys are multiplied
@@ -227,15 +240,18 @@ def paged_mqa_logits(
             keys_tile = _operand(
                 tl.load(k_at, mask=kv_valid[:, None] & (dim < D)[None, :], other=0.0), FP8, FP8_DOT, FNUZ
             )
+        # Score, then sum over the heads of each row.
         products = dot(keys_tile, tl.trans(heads_tile), tl.zeros([BLOCK_KV, BLOCK_Q * PAD_H], tl.float32))
         weighed = scores.weighed(products, weight, real_column, WHOLE_H, FP8_DOT)
         score = tl.sum(tl.reshape(weighed, [BLOCK_KV, BLOCK_Q, PAD_H]), 2)
         if FP8:
             score = score * scale[:, None]
+        # A key counts where its block exists and the row sees it.
         score = tl.where(kv_valid[:, None] & (position[:, None] < limit[None, :]), score, float("-inf"))
         scores.store(
             out_row, maxima, score, begin, position, row, max_context, number, stride_maxima_row,
             NEXT_N, BLOCK_Q, BLOCK_KV, GROUP,
         )  # fmt: skip
+    # Tiles behind the longest row of the CTA.
     if CLEAR:
         scores.clear_behind(out_row, row, longest, first, step, max_context, NEXT_N, BLOCK_Q, BLOCK_KV)

@@ -20,6 +20,7 @@ from sparse_attn.ops.indexer.scores.portable import scores
 def _load(codes, scales, real, GROUPS: tl.constexpr, PAD_GROUPS: tl.constexpr):
     """(low, high) values [N, PAD_GROUPS * 16] of the records at byte pointers ``codes`` and ``scales`` [N], zero where
     not ``real``."""
+    # A group is 16 bytes of two codes each, and has one scale.
     group, byte = tl.arange(0, PAD_GROUPS), tl.arange(0, 16)
     there = real[:, None] & (group < GROUPS)[None, :]
     scale = tl.load(scales[:, None] + group[None, :], mask=there, other=0)
@@ -59,23 +60,27 @@ def mqa_logits(
     PDL: tl.constexpr,
 ):
     pdl.wait_only(PDL)
+    # A CTA has one tile of keys and BLOCK_Q rows.
     key = tl.program_id(0) * BLOCK_KV + tl.arange(0, BLOCK_KV)
     first = tl.program_id(1) * BLOCK_Q
     real_key = key < keys
     row = first + tl.arange(0, BLOCK_Q)
     last = tl.minimum(first + BLOCK_Q, rows)
     begin = tl.program_id(0) * BLOCK_KV
+    # Where no row of the CTA sees any of the keys there is nothing to multiply.
     if scores.out_of_reach(kv_start, kv_end, row, rows, begin, stride_start_row, stride_end_row, BLOCK_KV):
         if CLEAR:
             scores.clear(out, first, last, key, real_key, stride_out_row, BLOCK_KV)
         return
 
+    # The tile of keys is decoded once, and stays for all rows.
     key64 = key.to(tl.int64)
     k_low, k_high = _load(k + key64 * stride_k_key, k_scale + key64 * stride_scale_key, real_key, GROUPS, PAD_GROUPS)
     head = tl.arange(0, PAD_H)
     real_head = head < heads
     for m in tl.range(first, last, num_stages=STAGES):
         m64 = tl.cast(m, tl.int64)
+        # A row's codes of all heads, then their scales.
         q_at = q + m64 * stride_q_row
         scale_at = q_at + heads * (GROUPS * 16)
         q_low, q_high = _load(q_at + head * (GROUPS * 16), scale_at + head * GROUPS, real_head, GROUPS, PAD_GROUPS)
@@ -83,6 +88,7 @@ def mqa_logits(
         weight = tl.load(weight_at, mask=real_head, other=0.0)
         start = tl.load(kv_start + m64 * stride_start_row)
         end = tl.load(kv_end + m64 * stride_end_row)
+        # Low and high codes are two products into one sum.
         products = dot(k_low, tl.trans(q_low), tl.zeros([BLOCK_KV, PAD_H], tl.float32))
         products = dot(k_high, tl.trans(q_high), products)
         score = tl.sum(scores.weighed(products, weight, real_head, WHOLE_H, False), 1)
@@ -133,6 +139,7 @@ def paged_mqa_logits(
     PDL: tl.constexpr,
 ):
     pdl.wait_only(PDL)
+    # A CTA has some rows of a request, and every so manieth tile of its keys.
     BLOCKS: tl.constexpr = (NEXT_N + BLOCK_Q - 1) // BLOCK_Q
     request = (tl.program_id(0) // BLOCKS).to(tl.int64)
     first_row = tl.program_id(0) % BLOCKS * BLOCK_Q
@@ -141,6 +148,7 @@ def paged_mqa_logits(
     lens = context_lens + request * stride_lens_request
     limit, longest = scores.limits(lens, row, max_context, stride_lens_row, NEXT_N)
 
+    # Queries and weights of all its rows stay for all tiles: columns are heads of row after row.
     column = tl.arange(0, BLOCK_Q * PAD_H)
     head, column_row = column % PAD_H, first_row + column // PAD_H
     real_column = (head < heads) & (column_row < NEXT_N)
@@ -153,6 +161,7 @@ def paged_mqa_logits(
     out_row = out + number * stride_out_row
     table = block_table + request * stride_table_request
 
+    # The entry of a block table is looked up one tile ahead.
     first = tl.program_id(1) * BLOCK_KV
     next_entry = -1
     if ONE_ENTRY:
@@ -162,18 +171,22 @@ def paged_mqa_logits(
         entry, table_column, kv_valid, next_entry = scores.find_block(
             table, position, begin, step, longest, next_entry, max_blocks, num_blocks, block_size, ONE_ENTRY
         )
+        # Codes of a block lie in front, its scales behind them.
         base = cache + entry.to(tl.int64) * stride_cache_block
         within = position - table_column * block_size
         scales = base + block_size * (GROUPS * 16) + within * GROUPS
         k_low, k_high = _load(base + within * (GROUPS * 16), scales, kv_valid, GROUPS, PAD_GROUPS)
+        # Low and high codes are two products into one sum; then the heads of each row.
         products = dot(k_low, tl.trans(q_low), tl.zeros([BLOCK_KV, BLOCK_Q * PAD_H], tl.float32))
         products = dot(k_high, tl.trans(q_high), products)
         weighed = scores.weighed(products, weight, real_column, WHOLE_H, False)
         score = tl.sum(tl.reshape(weighed, [BLOCK_KV, BLOCK_Q, PAD_H]), 2)
+        # A key counts where its block exists and the row sees it.
         score = tl.where(kv_valid[:, None] & (position[:, None] < limit[None, :]), score, float("-inf"))
         scores.store(
             out_row, maxima, score, begin, position, row, max_context, number, stride_maxima_row,
             NEXT_N, BLOCK_Q, BLOCK_KV, GROUP,
         )  # fmt: skip
+    # Tiles behind the longest row of the CTA.
     if CLEAR:
         scores.clear_behind(out_row, row, longest, first, step, max_context, NEXT_N, BLOCK_Q, BLOCK_KV)

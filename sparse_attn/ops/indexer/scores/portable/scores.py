@@ -26,6 +26,7 @@ def weighed(products, weights, real, WHOLE_H: tl.constexpr, HALF_WEIGHTS: tl.con
 @triton.jit
 def out_of_reach(kv_start, kv_end, row, rows, begin, stride_start_row, stride_end_row, BLOCK_KV: tl.constexpr):
     """Whether none of the rows ``row`` sees any of the BLOCK_KV keys from ``begin`` on."""
+    # Rows that do not exist see nothing.
     starts = tl.load(kv_start + row.to(tl.int64) * stride_start_row, mask=row < rows, other=2147483647)
     ends = tl.load(kv_end + row.to(tl.int64) * stride_end_row, mask=row < rows, other=-2147483648)
     return (tl.max(ends, 0) <= begin) | (tl.min(starts, 0) >= begin + BLOCK_KV)
@@ -63,11 +64,13 @@ def find_block(
     """(entries of the block table for the keys at ``position``, which begin at ``begin``; the entries' columns; whether
     each is a key; the entry of the tile ``step`` further on). ONE_ENTRY: the keys lie in one block, whose entry is
     ``next_entry``."""
+    # One entry for the tile; the next one's is on its way while keys are multiplied.
     if ONE_ENTRY:
         table_column = begin // block_size
         entry = next_entry
         next_entry = entry_of(table, (begin + step) // block_size, max_blocks)
         block = tl.where(position < longest, entry, -1)
+    # A tile spans blocks: an entry for each key.
     else:
         table_column = position // block_size
         mapped = (position < longest) & (table_column < max_blocks)
@@ -84,6 +87,7 @@ def store(
 ):  # fmt: skip
     """Store the scores [BLOCK_KV, BLOCK_Q] of the keys from ``begin`` on, and the highest of every GROUP of them.
     number: the rows' numbers among those of all requests."""
+    # To the end of the last group: its maximum covers all that is stored.
     written = (row < NEXT_N)[None, :] & (position < tl.cdiv(max_context, GROUP) * GROUP)[:, None]
     tl.store(out_row[None, :] + position[:, None], score, mask=written)
     if maxima is not None:
@@ -103,6 +107,7 @@ def clear_behind(
     NEXT_N: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """-inf for the tiles behind ``longest`` keys, of those that begin at first, first + step, ..."""
+    # The first tile of this CTA that no row sees.
     dead = tl.maximum(tl.cdiv(longest - first, step), 0) * step + first
     for begin in range(dead, max_context, step):
         position = begin + tl.arange(0, BLOCK_KV)
