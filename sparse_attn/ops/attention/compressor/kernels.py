@@ -20,6 +20,7 @@ from sparse_attn.device.rope import hadamard, pair_of, rotate, swap_neighbours
 @triton.jit
 def _state_rows(table_row, position, max_blocks, num_blocks, block_size, stride_block, ROW: tl.constexpr, mask):
     """(offset int64, known) of positions in a request's ring."""
+    # Blocks of a ring come round: the table's column is taken modulo its length.
     column = position // block_size
     block = tl.load(table_row + column % max_blocks, mask=mask, other=-1)
     known = mask & (block >= 0) & (block < num_blocks)
@@ -35,6 +36,7 @@ def _store_entry(
     """Write fp32 [PADDED], zero beyond DIM, as the record ``within`` the block at ``base``: CODES of it as fp8 in
     groups of GROUP, the rest as bf16; all of it as MXFP4; or unquantised."""
     column = tl.arange(0, PADDED)
+    # As the reference: rounded to bf16 before it is quantised.
     if FP8:
         rounded = round_to_bf16(entry)
         value = tl.reshape(rounded.to(tl.float32), [PADDED // GROUP, GROUP])
@@ -44,6 +46,7 @@ def _store_entry(
             value, place, place < CODES, base, within, block_size, GROUPS, RECORD, 0, SCALE_BYTES, True, EXPONENT, FNUZ,
             POW2, FP8_MAX, AMAX_FLOOR,
         )  # fmt: skip
+        # The last values stay bf16, behind the codes.
         if CODES < DIM:
             rest = (base + within * RECORD + CODES).to(tl.pointer_type(tl.bfloat16)) + column - CODES
             tl.store(rest, stored(rounded, tl.bfloat16), mask=(column >= CODES) & (column < DIM))
@@ -53,6 +56,7 @@ def _store_entry(
         code, exponent = quantise_mxfp4(rounded, 1, PAD_GROUPS)
         byte, group = tl.arange(0, PADDED // 2), tl.arange(0, PAD_GROUPS)
         tl.store(base + within * RECORD + byte, tl.reshape(code, [PADDED // 2]), mask=byte < DIM // 2)
+        # Scales lie behind all records of the block.
         scales = base + block_size.to(tl.int64) * RECORD + within * SCALE_BYTES
         tl.store(scales + group, tl.reshape(exponent, [PAD_GROUPS]), mask=group < SCALE_BYTES)
     else:
@@ -124,14 +128,17 @@ def pool(
     request = tl.load(request_ids + token * stride_requests_token)
     slot = tl.load(slot_mapping + token * stride_slot_token)
     valid = (position >= 0) & (request >= 0) & (request < requests) & (slot >= 0) & (slot < num_slots)
+    # Only a token that completes an entry goes on.
     if valid & ((position + 1) % RATIO == 0):
         column = tl.arange(0, PADDED)
         real = column < DIM
         table_row = state_table + request.to(tl.int64) * stride_table_request
+        # Online softmax over the SPAN rows of the entry, column by column.
         m = tl.full([PADDED], float("-inf"), tl.float32)
         l = tl.zeros([PADDED], tl.float32)
         total = tl.zeros([PADDED], tl.float32)
         for start in range(0, SPAN, ROWS):
+            # A row of this call, if its request and position say so; else one that the state keeps.
             place = start + tl.arange(0, ROWS)
             p = position - (SPAN - 1) + place
             row = token - (SPAN - 1) + place
@@ -139,10 +146,12 @@ def pool(
             near = there & (row >= 0)
             same = tl.load(request_ids + row * stride_requests_token, mask=near, other=-1) == request
             here = near & same & (tl.load(positions + row * stride_positions_token, mask=near, other=-1) == p)
+            # Where the kept row lies in the request's ring.
             offset, known = _state_rows(
                 table_row, tl.maximum(p, 0), max_blocks, num_blocks, block_size, stride_state_block, 2 * WIDTH,
                 there & ~here,
             )  # fmt: skip
+            # Overlapping entries: the first RATIO rows give their first part, the others the second.
             part = tl.where(place < RATIO, 0, DIM) if OVERLAP else tl.zeros([ROWS], tl.int32)
             source = part[:, None] + column[None, :]
             fresh, kept = here[:, None] & real[None, :], known[:, None] & real[None, :]
@@ -152,8 +161,10 @@ def pool(
             value = tl.where(fresh, value, tl.load(state_at, mask=kept, other=0.0))
             weight = tl.load((gate + row * stride_gate_token)[:, None] + source, mask=fresh, other=float("-inf"))
             weight = tl.where(fresh, weight, tl.load(state_at + WIDTH, mask=kept, other=float("-inf")))
+            # Kept gates have their bias already.
             bias_at = position_bias + (tl.maximum(p, 0) % RATIO)[:, None] * stride_bias_row + source
             weight += tl.load(bias_at, mask=fresh, other=0.0)
+            # Move the sums to the new maximum; a column without rows stays empty.
             top = tl.maximum(m, tl.max(weight, 0))
             shift = tl.where(top == float("-inf"), 0.0, top)
             e = tl.exp(weight - shift[None, :])
@@ -161,12 +172,14 @@ def pool(
             l = l * rescale + tl.sum(e, 0)
             total = total * rescale + tl.sum(e * value, 0)
             m = top
+        # The pooled entry, then its RMS norm, by correctly rounded steps.
         entry = tl.where(real, tl.div_rn(total, tl.where(l == 0.0, 1.0, l)), 0.0)
         square = tl.broadcast_to(tl.sum(entry * entry, 0), [PADDED])
         root = tl.sqrt_rn(tl.div_rn(square, tl.full([PADDED], DIM, tl.float32)) + eps)
         entry = entry * tl.div_rn(tl.full([PADDED], 1.0, tl.float32), root)
         entry *= tl.load(norm_weight + column, mask=real, other=0.0).to(tl.float32)
 
+        # The entry is rotated by the position of its first token.
         first = position + 1 - RATIO
         rotated, _, frequency, is_first = pair_of(column, ROPE_START, ROPE_WIDTH, True)
         turns = rotated & (first < table_rows)
@@ -178,6 +191,7 @@ def pool(
         if HADAMARD:
             entry = tl.reshape(hadamard(tl.reshape(entry, [1, PADDED]), 1, PADDED, STAGES), [PADDED])
 
+        # Into the cache's record for the entry.
         block = slot // cache_block_size
         _store_entry(
             entry, cache + block * stride_cache_block, slot - block * cache_block_size, cache_block_size, DIM, PADDED,
@@ -216,6 +230,7 @@ def keep(
     position = tl.load(positions + token * stride_positions_token)
     request = tl.load(request_ids + token * stride_requests_token)
     valid = (position >= 0) & (request >= 0) & (request < requests)
+    # A later token of this call may take the same place of the ring: then that one alone is kept.
     ring = max_blocks * block_size
     later, comes = token + ring, valid & (token + ring < tokens)
     replaced = tl.load(request_ids + later * stride_requests_token, mask=comes, other=-1) == request
@@ -225,6 +240,7 @@ def keep(
         table_row, tl.maximum(position, 0), max_blocks, num_blocks, block_size, stride_state_block, 2 * WIDTH,
         valid & ~replaced,
     )  # fmt: skip
+    # Value and gate, with its bias, side by side.
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     written = known & (column < WIDTH)
     value = tl.load(kv + token * stride_kv_token + column, mask=written, other=0.0)

@@ -46,6 +46,7 @@ def write_rows(
     pdl.wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token * stride_slot_token).to(tl.int64)
+    # A slot outside the cache, as -1 of padding, is written nowhere.
     if (slot >= 0) & (slot < num_slots):
         group = tl.arange(0, PAD_GROUPS)
         column = tl.arange(0, PAD_GROUP)
@@ -54,10 +55,12 @@ def write_rows(
         value = tl.load(latent + token * stride_latent_token + place, mask=real, other=0.0)
         rope_column = tl.arange(0, PAD_ROPE)
         rope_value = tl.load(rope + token * stride_rope_token + rope_column, mask=rope_column < ROPE, other=0.0)
+        # Records of a block follow each other.
         block = slot // block_size
         within = slot - block * block_size
         block_at = cache + block * stride_cache_block
         base = block_at + within * RECORD
+        # Planar: rounded to bf16 first, as the reference does.
         if FP8:
             value = value.to(tl.float32)
             if PLANAR:
@@ -66,6 +69,7 @@ def write_rows(
                 value, place, real, block_at, within, block_size, GROUPS, RECORD, SCALE_AT, SCALE_BYTES, PLANAR, PLANAR,
                 FNUZ, POW2, FP8_MAX, AMAX_FLOOR,
             )  # fmt: skip
+            # The RoPE part stays bf16.
             rope_at = (base + ROPE_AT).to(tl.pointer_type(tl.bfloat16)) + rope_column
             tl.store(rope_at, stored(rope_value, tl.bfloat16), mask=rope_column < ROPE)
         else:
@@ -108,6 +112,7 @@ def gather_rows(
 ):
     pdl.wait(PDL)
     WIDTH: tl.constexpr = GROUPS * GROUP + ROPE
+    # Rows of the batch in a row's order: find the request and its block.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block, within, known = find_slot(
         row, kv_indptr, starts, block_table, requests, max_blocks, num_blocks, block_size, stride_table_request
@@ -121,10 +126,12 @@ def gather_rows(
     column = tl.arange(0, PAD_GROUP)
     place = group[:, None] * GROUP + column[None, :]
     real = written[:, None, None] & ((group < GROUPS)[:, None] & (column < GROUP)[None, :])[None, :, :]
+    # A row that no slot is known for gets zeros.
     value = tl.load(base[:, None, None] + place[None, :, :], mask=real & known[:, None, None], other=0.0)
     rope_column = tl.arange(0, PAD_ROPE)
     rope_real = written[:, None] & (rope_column < ROPE)[None, :]
     if FP8:
+        # Scales behind the block's records, or inside the record.
         scaled = known[:, None] & (group < GROUPS)[None, :]
         if PLANAR:
             plane = block_at + block_size.to(tl.int64) * RECORD + within * SCALE_BYTES
@@ -132,6 +139,7 @@ def gather_rows(
         else:
             scale_at = (base + SCALE_AT).to(tl.pointer_type(tl.float32))[:, None] + group[None, :]
             scale = tl.load(scale_at, mask=scaled, other=0.0)
+        # Dequantised in fp32, rounded once.
         value = cast(decode_fp8(value, FNUZ) * scale[:, :, None], out.dtype.element_ty)
         rope_at = (base + ROPE_AT).to(tl.pointer_type(tl.bfloat16))[:, None] + rope_column[None, :]
     else:

@@ -49,6 +49,7 @@ def _attend_keys(
             inside = (key - (start - at)).to(tl.uint32, bitcast=True) < (end - start).to(tl.uint32)
             bound = tl.where(inside, num_slots, 0)
         valid = slot.to(tl.uint32, bitcast=True) < bound.to(tl.uint32)
+        # Planar: scales lie behind all records of the block.
         if SCALE_BYTES > 0:
             block = slot // block_size
             place = (slot - block * block_size).to(tl.int64)
@@ -57,6 +58,7 @@ def _attend_keys(
             base = base + place * TOKEN_BYTES
             value = planar_values(base, scale_base, value_column, valid, D_V, PAD_V, GROUP, ROPE_OFFSET, FNUZ, dtype)
         else:
+            # Slots follow each other through the whole cache unless blocks are padded.
             if PADDED_BLOCKS:
                 block = slot // block_size
                 offset = block.to(tl.int64) * stride_cache_block + (slot - block * block_size) * stride_cache_slot
@@ -68,6 +70,7 @@ def _attend_keys(
                 value = cast(value, dtype)
             else:
                 value = convert(load_columns(base, value_column, D_V, PAD_V, valid), dtype)
+        # Scores of the RoPE columns first, then of the value's, into one sum.
         scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if D_ROPE > 0:
             if GROUP > 0:
@@ -77,7 +80,9 @@ def _attend_keys(
                 rope = load_columns(base + D_V, rope_column, D_ROPE, PAD_ROPE, valid)
             scores = dot(q_rope, tl.trans(convert(rope, dtype)), scores)
         scores = dot(q_value, tl.trans(value), scores)
+        # Masked keys have P of 0; the scale is in base 2 for exp2.
         scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
+        # The sums move to the new maximum, then the value tile serves a second time.
         p, rescale, m, l = softmax_step(scores, m, l)
         acc = dot(cast(p, dtype), value, acc * rescale[:, None])
     return m, l, acc
@@ -156,12 +161,14 @@ def attend(
     value_column = tl.arange(0, PAD_V)
     rope_column = tl.arange(0, PAD_ROPE)
 
+    # Queries stay in registers for all tiles.
     q_base = q + token * stride_q_token + head.to(tl.int64) * stride_q_head
     q_value = load_columns(q_base, value_column, D_V, PAD_V, known_head)
     q_rope = q_value
     if D_ROPE > 0:
         q_rope = load_columns(q_base + D_V, rope_column, D_ROPE, PAD_ROPE, known_head)
 
+    # Ranges of the row in both caches.
     begin, end = _row_range(indptr, lengths, token, capacity)
     if extra_cache is not None:
         extra_begin, extra_end = _row_range(extra_indptr, extra_lengths, token, extra_capacity)
@@ -174,11 +181,13 @@ def attend(
         first = tl.program_id(2) * keys
         begin = tl.minimum(begin + first, end)
         end = tl.minimum(end, begin + keys)
+        # The second cache's keys begin behind all tiles of the first.
         if extra_cache is not None:
             extra_first = first - tiles * BLOCK_N
             extra_end = tl.minimum(extra_end, extra_begin + tl.maximum(extra_first + keys, 0))
             extra_begin = tl.minimum(extra_begin + tl.maximum(extra_first, 0), extra_end)
 
+    # One softmax over both caches: the state goes from one to the other.
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
@@ -194,6 +203,7 @@ def attend(
             rope_column, D_V, D_ROPE, PAD_V, PAD_ROPE, EXTRA_GROUP, EXTRA_SCALE_OFFSET, EXTRA_ROPE_OFFSET,
             EXTRA_TOKEN_BYTES, EXTRA_SCALE_BYTES, EXTRA_FNUZ, EXTRA_PADDED_BLOCKS, EXTRA_SHORT, BLOCK_N, STAGES, HOIST,
         )  # fmt: skip
+    # A row without keys has output 0 and lse -inf.
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     lse2 = log2_sum(m, l)
     split = tl.program_id(2).to(tl.int64)
@@ -202,6 +212,7 @@ def attend(
     if max_logits is not None:
         max_at = max_logits + split * stride_lse_split + token * stride_lse_token + head
         tl.store(max_at, m * 0.6931471805599453, mask=known_head)
+    # Partials keep base 2 and no sink; combine adds it.
     if SPLIT:
         tl.store(lse_at, lse2, mask=known_head)
     else:
@@ -246,6 +257,7 @@ def combine(
     pdl.wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
+    # A program has a head of a token and BLOCK_D columns, and all states' weights.
     state = tl.arange(0, BLOCK_S)
     lse_at = lses + token * stride_lses_token + state.to(tl.int64) * stride_lses_state + head * stride_lses_head
     found = tl.load(lse_at, mask=state < states, other=float("-inf"))
@@ -253,13 +265,16 @@ def combine(
     m = tl.max(found, 0)
     # The difference first: behind a product that is not rounded (a fused operation) large ones of equal states would
     # not be 0.
+    # Weights are relative to the largest lse.
     weight = tl.exp2((found - tl.where(m == float("-inf"), 0.0, m)) * to_log2)
     top = m * to_log2
     l = tl.where(top == float("inf"), float("nan"), tl.sum(weight, 0))
     combined = log2_sum(top, l)
     factor = 1.0 / tl.where(l == 0.0, 1.0, l)
+    # A sink adds to the denominator, not to lse.
     if sink is not None:
         factor = factor * sink_factor(tl.load(sink + head), combined)
+    # lse and maxima are the same in all blocks of columns: the first stores them.
     if tl.program_id(2) == 0:
         natural = combined * 0.6931471805599453
         if INF_LSE:
@@ -271,6 +286,7 @@ def combine(
             )
             largest = tl.max(tl.load(max_at, mask=state < states, other=float("-inf")), 0)
             tl.store(max_logits + token * stride_lse_token + head, largest)
+    # A state that weighs nothing is not read: its output may be anything.
     column = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     outs_at = outs + token * stride_outs_token + state.to(tl.int64) * stride_outs_state + head * stride_outs_head
     counted = (weight > 0.0)[:, None] & (column < d_v)[None, :]

@@ -26,9 +26,11 @@ def interleaved_values(
     FNUZ: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Dequantised fp32 [BLOCK_N, PAD_V] of records of D_V codes, with fp32 group scales from byte SCALE_OFFSET on."""
+    # Codes of all columns, then one scale to GROUP of them.
     codes = decode_fp8(load_columns(base, columns, D_V, PAD_V, valid), FNUZ)
     scale_base = (base + SCALE_OFFSET).to(tl.pointer_type(tl.float32))
     GROUPS: tl.constexpr = D_V // GROUP
+    # Powers of two: load a scale once a group.
     if GROUPS * GROUP == PAD_V and (GROUPS & (GROUPS - 1)) == 0:
         scales = tl.load(scale_base[:, None] + tl.arange(0, GROUPS)[None, :], mask=valid[:, None], other=0.0)
         grouped = tl.reshape(codes, [BLOCK_N, GROUPS, GROUP]) * scales[:, :, None]
@@ -44,6 +46,7 @@ def planar_values(
     FNUZ: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """[rows, PAD_V] of records of CODES codes and then bf16 values; ue8m0 group scales at ``scale_base`` [rows]."""
+    # Whole groups of powers of two are loaded group by group; else a scale is loaded for each value.
     GROUPS: tl.constexpr = D_V // GROUP
     if D_V == PAD_V and GROUPS * GROUP == D_V and GROUP >= 16 and (GROUP & (GROUP - 1)) == 0:
         return _planar_groups(base, scale_base, valid, 0, GROUPS, CODES // GROUP, GROUP, FNUZ, DTYPE)
@@ -76,6 +79,7 @@ def _planar_groups(
         return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), [base.shape[0], COUNT * GROUP])
     elif FIRST < CODED:
         codes = load_columns(base + FIRST * GROUP, tl.arange(0, GROUP), GROUP, GROUP, valid)
+        # Four scales are a word.
         words = (scale_base + FIRST // 4 * 4).to(tl.pointer_type(tl.int32))
         exponents = tl.load(words, mask=valid, other=0) >> (FIRST % 4 * 8)
         return cast(decode_fp8(codes, FNUZ) * decode_exponent(exponents & 0xFF)[:, None], DTYPE)

@@ -48,11 +48,13 @@ def merge(
     m, l = float("-inf"), 0.0
     acc = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, states, STATES):
+        # All loads of outputs are issued before the first lse is used.
         values, found, m_new = (), (), m
         for i in tl.static_range(STATES):
             state = tl.full([], first + i, tl.int64)
             values += (tl.load(outs + state * stride_outs_state + column, inside & (state < states), 0.0),)
         tl.debug_barrier()  # or the compiler lets these loads wait for weights, to save registers
+        # The largest lse so far. One whose base-2 value overflows counts as -inf.
         for i in tl.static_range(STATES):
             state = tl.full([], first + i, tl.int64)
             each = tl.load(lses + state * stride_lses_state, state < states, float("-inf"))
@@ -61,18 +63,22 @@ def merge(
         # The difference first: behind a product that is not rounded (a fused operation) large ones of equal states
         # would not be 0.
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        # Bring the sums to the new maximum, then add each state.
         rescale = tl.exp2((m - base) * LOG2_E)
         m, l, acc = m_new, l * rescale, acc * rescale
         for i in tl.static_range(STATES):
             weight = tl.exp2((found[i] - base) * LOG2_E)
             l += weight
+            # A state that weighs nothing may hold anything, NaN too.
             acc += weight * tl.where(weight > 0.0, values[i].to(tl.float32), 0.0)
+    # As one infinite lse: the result is NaN.
     top = m * LOG2_E
     l = tl.where(top == float("inf"), float("nan"), l)
     merged = log2_sum(top, l)
     factor = 1.0 / tl.where(l == 0.0, 1.0, l)
     if sink is not None:
         factor = factor * sink_factor(tl.load(sink + head), merged)
+    # All blocks of columns have the same lse: the first stores it.
     if tl.program_id(2) == 0:
         tl.store(lse + token * stride_lse_token + head, merged * LN_2)
     total = cast(acc * factor, out.dtype.element_ty)
