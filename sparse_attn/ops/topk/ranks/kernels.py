@@ -99,8 +99,10 @@ def _descend(sums, state, row, stride_sums, stride_row, stride_value, smem, DIGI
     """(digits above with one more, still to be taken); see the reference. SHARED: whether ``smem`` is the CTA's, whose
     word HIGHEST is 0."""
     QUADS: tl.constexpr = DIGITS // 4  # from the highest digits down; each is one load
+    # Four digits a thread, the highest ones first, so that a sum from the front is one from above.
     place = (QUADS - 1 - tl.arange(0, QUADS))[:, None] * 4 + tl.arange(0, 4)[None, :]
     counts = tl.maximum(tl.load(sums + row.to(tl.int64) * stride_sums + place), 0)
+    # State of the digit above: what all keys still in question begin with, and how many of them win.
     prefix = tl.load(state + row * stride_row)
     need = tl.load(state + row * stride_row + stride_value)
     if need < NARROW:  # more scores of a digit than are needed are as good as so many
@@ -111,6 +113,7 @@ def _descend(sums, state, row, stride_sums, stride_row, stride_value, smem, DIGI
             last = tl.max(passed, 0).to(tl.int64)
     else:
         last = tl.max(_passed(counts.to(tl.int64), need, place, DIGITS), 0)
+    # Digits passed lead to the one that the need is reached in.
     digit = DIGITS - 1 - (last & PLACES).to(tl.int32)
     return prefix * DIGITS + digit, need - (last >> PLACE_BITS).to(tl.int32)
 
@@ -119,6 +122,7 @@ def _descend(sums, state, row, stride_sums, stride_row, stride_value, smem, DIGI
 def _passed(counts, need, place, DIGITS: tl.constexpr):
     """From the highest digit down, while ``need`` is not reached: (scores passed << PLACE_BITS) + digits passed, of the
     last one in each quad."""
+    # Sums of fours go through one scan; within a four the later digits are taken off again.
     quads = tl.sum(counts, 1)
     reached = tl.cumsum(quads, 0)[:, None] - tl.cumsum(counts, 1) + counts
     passed = (reached < need) & (place > 0)
@@ -176,13 +180,16 @@ def count_digits(
     if sums is None:
         pdl.wait(PDL)  # before others start, which read the scores early
     start, end = range_of(row, row_starts, row_ends, stride_starts, stride_ends, width)
+    # A CTA takes every so manieth tile of its row.
     scores, column, step = _row(logits, row, stride_logits, ALIGNED), tl.arange(0, COLUMNS), splits * COLUMNS
     begin = start + split * COLUMNS
     values, key = tl.full([COLUMNS], float("-inf"), tl.float32), tl.zeros([COLUMNS], tl.int32)
+    # The scores come before the wait: see the module's docstring.
     if not ONE:
         values = _load(scores, begin + column, end, ALIGNED)
     elif begin < end:  # a branch, or the compiler looks at scores behind the wait
         key = _keys(_load(scores, begin + column, end, ALIGNED), begin, column, end, COLUMNS)
+    # Behind the wait: the sums of all ranks, by which the digit above is known.
     if sums is not None:
         pdl.wait_last(PDL)
         prefix, need = _descend(
@@ -190,20 +197,24 @@ def count_digits(
         )
     else:
         prefix, need = tl.full([], 0, tl.int32), k
+    # The new state is the same on all CTAs of a row: the first stores it.
     if split == 0:
         tl.store(new_state + row * 2, prefix)
         tl.store(new_state + row * 2 + 1, need)
     counts += row.to(tl.int64) * DIGITS
+    # Count this digit of the keys that begin as the k-th does; others fall into no bin.
     if THREADS > 0:
         shift = tl.full([], SHIFT, tl.int32)
         base = (prefix * DIGITS << SHIFT).to(tl.int32)
         if ONE:
             _count(smem, key, base, shift, sums is None)
         else:
+            # One tile is on its way while the one before is counted.
             for first in range(begin, end, step):
                 key = _keys(values, first, column, end, COLUMNS)
                 values = _load(scores, first + step + column, end, ALIGNED)
                 _count(smem, key, base, shift, sums is None)
+        # All counts of the CTA are there: store or add them four at a time.
         tl.debug_barrier()
         QUADS: tl.constexpr = min(DIGITS // 4, THREADS)
         for quad in tl.static_range(DIGITS // (4 * QUADS)):
@@ -216,6 +227,7 @@ def count_digits(
             _add(counts, place + 2, c, ATOMIC)
             _add(counts, place + 3, d, ATOMIC)
     else:
+        # Without shared memory: a histogram of each tile, of the digits that count.
         found = tl.zeros([DIGITS], tl.int32)
         for first in range(begin, end, step):
             key = _keys(values, first, column, end, COLUMNS)
@@ -231,6 +243,7 @@ def count_digits(
 def _columns(block, start, end, BLOCK_SIZE: tl.constexpr, PADDED: tl.constexpr):
     """[blocks, PADDED], ``end`` where a block has no such column."""
     inside = tl.arange(0, PADDED)[None, :]
+    # Places behind a block's end are those behind the row's.
     column = start + block[:, None] * BLOCK_SIZE + inside
     if PADDED != BLOCK_SIZE:
         column = tl.where(inside < BLOCK_SIZE, column, end)
@@ -265,6 +278,7 @@ def count_ties(
     SAME_SMEM: tl.constexpr,  # whether as much shared memory is claimed as by count_digits; see config.py
     PDL: tl.constexpr,
 ):
+    # Shared memory is claimed only for _descend's exchange between threads.
     smem = tl.full([], 0, tl.int32)
     if SAME_SMEM:
         smem = histogram.claim(None, 0)
@@ -273,11 +287,13 @@ def count_ties(
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     start, end = range_of(row, row_starts, row_ends, stride_starts, stride_ends, width)
     scores, step = _row(logits, row, stride_logits, ALIGNED), splits * TOGETHER
+    # Whole blocks of the row, TOGETHER at a time.
     some = tl.arange(0, TOGETHER)
     column = _columns(split * TOGETHER + some, start, end, BLOCK_SIZE, PADDED)
     values = tl.full([TOGETHER, PADDED], float("-inf"), tl.float32)
     if start < end:  # a branch, or the compiler looks at scores behind the wait
         values = _inside(_load(scores, column, end, ALIGNED), column, end)
+    # The last digit: from here on the k-th score is known in full.
     pdl.wait_last(PDL)
     prefix, need = _descend(sums, state, row, stride_sums, stride_state, stride_state_value, smem, UPPER, SAME_SMEM)
     threshold = prefix ^ SIGN
@@ -287,6 +303,7 @@ def count_ties(
     if ONE:
         _store_counts(values, threshold, ties, above, row, split * TOGETHER + some, blocks, PADDED)
     else:
+        # The next blocks are on their way while these are compared.
         for first in range(split * TOGETHER, blocks, step):
             column = _columns(first + step + some, start, end, BLOCK_SIZE, PADDED)
             later = _load(scores, column, end, ALIGNED)
@@ -303,6 +320,7 @@ def _store_counts(values, threshold, ties, above, row, block, blocks, PADDED: tl
         num_tied, num_higher = both >> TIE, both & HIGHER
     else:
         num_tied, num_higher = tl.sum(tied, 1), tl.sum(higher, 1)
+    # One count for each block, of ties and of scores above.
     at = row.to(tl.int64) * blocks + block
     tl.store(ties + at, num_tied.to(ties.dtype.element_ty), block < blocks)
     tl.store(above + at, num_higher.to(above.dtype.element_ty), block < blocks)
@@ -313,6 +331,7 @@ def _ties_of_ranks(
     ties, row, rank, block, blocks, stride_rank, stride_row, stride_block, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Of each block: (this rank's ties, those of the ranks before it, those of all)."""
+    # Counts lie rank by rank: this rank's, and the sums of those before it and of all.
     at = ties + row.to(tl.int64) * stride_row + block.to(tl.int64) * stride_block
     own = tl.load(at + rank * stride_rank.to(tl.int64), block < blocks, 0).to(tl.int32)
     lower, whole = tl.zeros_like(block), tl.zeros_like(block)
@@ -332,6 +351,7 @@ def _counted(
     above the k-th; both before block ``mine``, whether ties win or not; ties of all ranks)."""
     block = first + tl.arange(0, CHUNK)
     higher = tl.load(above + row.to(tl.int64) * blocks + block, block < blocks, 0).to(tl.int32)
+    # Ties count in the order of the whole row: block by block, and in a block rank by rank.
     own, lower, whole = _ties_of_ranks(ties, row, rank, block, blocks, stride_rank, stride_row, stride_block, RANKS)
     before = seen + tl.cumsum(whole, 0) - whole + lower
     taken = tl.minimum(tl.maximum(need - before, 0), own)
@@ -350,11 +370,13 @@ def _add_four(a, b, c, d, e, f, g, h):
 
 @triton.jit
 def _place(out, values, threshold, first, limit, tied_at, above_at, k, QUADS: tl.constexpr, PTX: tl.constexpr):
+    # Eight bits of a four: which columns are above and which tie; counts of both behind them.
     """Store the winners of a tile, whose first column is ``first``. Behind ``tied_at`` ties and ``above_at`` scores
     above the k-th of this rank. Returns how many of both the tile has, one above TIE bits of the other."""
     higher, tied = _compared(values, threshold)
     bit = 8 >> tl.arange(0, 4)[None, :]  # the first column has the highest one
     found = tl.sum(tl.where(higher, bit + (1 << 8), 0) + tl.where(tied, (bit << 4) + (1 << 12), 0), 1)
+    # Where the four's first winner goes: behind all above, and behind ties that win.
     both = (found >> 8 & 15) + (found >> 12 << TIE)
     upto = tl.cumsum(both, 0) - both
     ties_before = tied_at + (upto >> TIE)
@@ -400,6 +422,7 @@ def take_winners(
     if SAME_SMEM:
         histogram.claim(None, 0)
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    # A CTA has a run of the row's blocks, and all of the row's counts.
     start, end = range_of(row, row_starts, row_ends, stride_starts, stride_ends, width)
     share = tl.cdiv(blocks, splits)
     mine, last = tl.minimum(split * share, blocks), tl.minimum((split + 1) * share, blocks)
@@ -409,17 +432,20 @@ def take_winners(
     begin, stop = start + mine * BLOCK_SIZE, end
     if SPLIT:
         stop = tl.minimum(end, start + last * BLOCK_SIZE)
+    # The scores come before the wait: see the module's docstring.
     values = tl.full([QUADS, 4], float("-inf"), tl.float32)
     if begin < stop:  # a branch, or the compiler looks at scores behind the wait
         values = _inside(_load(scores, begin + column, stop, ALIGNED), begin + column, stop)
     pdl.wait_last(PDL)
 
+    # The k-th score, and how many of its ties win over all ranks.
     threshold = tl.load(state + row * stride_state)
     need = tl.maximum(tl.load(state + row * stride_state + stride_state_value), 0)
     taken, higher, tied_before, higher_before, whole = _counted(
         ties, above, need, 0, row, rank, mine, 0, blocks, stride_ties_rank, stride_ties_row, stride_ties_block,
         RANKS, CHUNK,
     )  # fmt: skip
+    # Blocks beyond CHUNK: ties seen so far go on from chunk to chunk.
     if CHUNKS:
         seen = 0
         for first in range(CHUNK, blocks, CHUNK):
@@ -430,6 +456,7 @@ def take_winners(
             )  # fmt: skip
             taken, higher = taken + more_taken, higher + more
             tied_before, higher_before = tied_before + more_tied, higher_before + more_higher
+    # Sum up both kinds of counts over blocks.
     if CHUNKS or ties.dtype.element_ty != tl.uint8:
         limit, highers, tied_at, above_at = tl.reduce((taken, higher, tied_before, higher_before), 0, _add_four)
         winners = tl.maximum(highers + limit, 0)
@@ -439,6 +466,7 @@ def take_winners(
         limit, tied_at, above_at = every & HIGHER, before & HIGHER, before >> TIE & HIGHER
         winners = (every >> TIE & HIGHER) + limit
 
+    # -1 behind the winners, shared by the row's CTAs.
     out += row.to(tl.int64) * k
     for first in range(winners + split * FILL, k, splits * FILL):
         place = first + tl.arange(0, FILL)
@@ -446,10 +474,12 @@ def take_winners(
     if ONE:
         _place(out, values, threshold, begin - start, limit, tied_at, above_at, k, QUADS, PTX)
     else:
+        # The next tile is on its way while this one's winners are stored.
         for first in range(begin, stop, COLUMNS):
             next_column = first + COLUMNS + column
             later = _load(scores, next_column, stop, ALIGNED)
             both = _place(out, values, threshold, first - start, limit, tied_at, above_at, k, QUADS, PTX)
+            # Counts before the next tile.
             found = tl.sum(both, 0)
             tied_at += found >> TIE
             above_at += found & HIGHER
@@ -484,6 +514,7 @@ def pack_candidates(
     pdl.wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     start, _ = range_of(tl.program_id(0), row_starts, None, stride_starts, 0, width)
+    # The candidates' columns, with the neighbours of each.
     place = tl.arange(0, CANDIDATES)
     at = columns + row * stride_columns + place
     column = tl.load(at, place < k, -1)
@@ -499,6 +530,7 @@ def pack_candidates(
         block = first + tl.arange(0, BLOCKS)
         tl.store(counts + block, tl.zeros_like(block).to(counts.dtype.element_ty), block < (words - k) * EACH)
     tl.debug_barrier()
+    # A candidate that begins a block, and how far behind it each lies.
     block = column // BLOCK_SIZE
     begins = (place == 0) | (earlier // BLOCK_SIZE != block)
     begin = tl.associative_scan(tl.where(begins, place, 0), 0, greater)
@@ -512,11 +544,13 @@ def _next_digit(smem, key, prefix, need, LEVEL: tl.constexpr, THREADS: tl.conste
     the keys that a CTA holds; see the reference. Bins are zero before and after."""
     SHIFT: tl.constexpr = SHIFTS[LEVEL]
     DIGITS: tl.constexpr = 1 << BITS[LEVEL]
+    # Keys that begin as ``prefix`` does are counted by their next digit.
     place = tl.arange(0, DIGITS)
     base = (prefix * DIGITS << SHIFT).to(tl.int32)
     if THREADS > 0:
         histogram.count(smem, key, base, tl.full([], SHIFT, tl.int32))
         tl.debug_barrier()
+        # Read all bins before they are cleared for the next digit.
         counts = histogram.load_one(smem, place)
         tl.debug_barrier()
         histogram.clear(smem, THREADS)
@@ -524,6 +558,7 @@ def _next_digit(smem, key, prefix, need, LEVEL: tl.constexpr, THREADS: tl.conste
         digit = (key - base).to(tl.uint32, bitcast=True) >> SHIFT
         counts = tl.histogram((digit % DIGITS).to(tl.int32), DIGITS, mask=digit < DIGITS)
     counts = tl.where((place == 0) & (prefix == 0), 0, counts)  # no score has key 0
+    # The highest digit at or above which ``need`` keys lie.
     at_most = tl.cumsum(counts, 0)
     total = tl.sum(counts, 0)
     digit = tl.maximum(tl.sum((total - at_most + counts >= need).to(tl.int32), 0) - 1, 0)
@@ -547,6 +582,7 @@ def _ties_before(smem, words, sums, held, THREADS: tl.constexpr):
     """How many of a rank's first ``held`` [RANKS, n] candidates tie. words: [RANKS, candidates / 32], a bit for each.
     sums: ties before each word."""
     last = tl.maximum(held - 1, 0)
+    # The word's own bits up to the candidate, and all ties of the words before.
     some = _of_words(smem, words, 0, last >> 5, THREADS).to(tl.uint32, bitcast=True)
     mask = tl.full(held.shape, 0xFFFFFFFF, tl.uint32) >> (31 - (last & 31)).to(tl.uint32)
     return tl.where(held > 0, _of_words(smem, sums, WORDS_OF_TIES, last >> 5, THREADS) + popcount(some & mask), 0)
@@ -576,6 +612,7 @@ def merge_candidates(
     smem = histogram.claim_cleared(emulated_smem, 0, THREADS)
     pdl.wait(PDL)
     row = tl.program_id(0).to(tl.int64)
+    # Scores of all ranks, and this rank's once more with their columns.
     one, place = tl.arange(0, RANKS * CANDIDATES), tl.arange(0, CANDIDATES)
     of_row = candidates + row * stride_row
     at = (one // CANDIDATES).to(tl.int64) * stride_rank + one % CANDIDATES
@@ -585,13 +622,16 @@ def merge_candidates(
     key = key_of(bits.to(tl.float32, bitcast=True))
     own = key_of(own_bits.to(tl.float32, bitcast=True))
 
+    # Three digits give the k-th key of all ranks' candidates.
     prefix, need = _next_digit(smem, key, tl.full([], 0, tl.int32), k, 0, THREADS)
     prefix, need = _next_digit(smem, key, prefix, need, 1, THREADS)
     kth, need = _next_digit(smem, key, prefix, need, 2, THREADS)
 
+    # More ties than are needed: those at lower positions win.
     tied = (key == kth) & (key != 0)
     limit = tl.full([], CANDIDATES, tl.int32)  # of this rank's ties, how many win: its first ones
     if tl.sum(tied.to(tl.int32), 0) > need:
+        # A bit for each candidate that ties, and how many lie before each word.
         bit = tl.reshape(tied.to(tl.int32), [RANKS, CANDIDATES // 32, 32])
         words, ties = tl.sum(bit << tl.arange(0, 32)[None, None, :], 2), tl.sum(bit, 2)
         sums = tl.cumsum(ties, 1) - ties
@@ -603,21 +643,26 @@ def merge_candidates(
         other = tl.arange(0, RANKS)[:, None]
         held = tl.zeros([RANKS], tl.int32)
         limit = tl.full([], 0, tl.int32)
+        # Walk the blocks in order. held: how many candidates of each rank the blocks before have.
         for first in range(0, blocks, BLOCKS):
             block = first + tl.arange(0, BLOCKS)[None, :]
             count = counts + row * stride_row * each + other.to(tl.int64) * stride_rank * each + k * each + block
             count = tl.load(count, (other < ranks) & (block < blocks), 0).to(tl.int32)
             behind = held[:, None] + tl.cumsum(count, 1)
+            # A block's ties of each rank lie between those before its first and behind its last candidate.
             before = _ties_before(smem, words, sums, behind - count, THREADS)
             behind = _ties_before(smem, words, sums, behind, THREADS)
             lower = tl.sum(tl.where(other < rank, behind, before), 0)  # at lower positions of the whole row
             inside = tl.sum(tl.where(other == rank, behind - before, 0), 0)
+            # Of the ties inside this block as many win as are still needed.
             limit += tl.sum(tl.minimum(tl.maximum(need - lower, 0), inside), 0)
             held += tl.sum(count, 1)
 
+    # Own candidates ascend by column: the first ``limit`` ties win.
     own_tied = (own == kth) & (own != 0)
     higher = own.to(tl.uint32, bitcast=True) > kth.to(tl.uint32, bitcast=True)
     wins = higher | (own_tied & (tl.cumsum(own_tied.to(tl.int32), 0) <= limit))
+    # Winners keep their order; -1 behind them.
     at = tl.cumsum(wins.to(tl.int32), 0) - 1
     winners = tl.sum(wins.to(tl.int32), 0)
     tl.store(out + row * k + at, column, wins)

@@ -86,6 +86,7 @@ def _locate(counts, capacity, CTAS: tl.constexpr, SLOTS: tl.constexpr):
     position = slot
     total = tl.full([], 0, tl.int32)
     fits = total == 0
+    # Slots run through the lists without gaps, in order of CTAs.
     for cta in tl.static_range(CTAS):
         number = tl.load(counts + cta, cache_modifier=".cg")
         fits = fits & (number <= capacity)
@@ -108,6 +109,7 @@ def _load_candidates(lists, position, number):
 def _load_sample(row_ptr, base, start, end, SAMPLES: tl.constexpr):
     """(SAMPLES scores of the row; 0 where they compete, else 1). The sectors from ``base`` on are cut into strata. Of
     each stratum one sector is taken."""
+    # Strata of nearly as many sectors each.
     stratum = tl.arange(0, SAMPLES // SECTOR)
     sectors = (end - base) // SECTOR
     first = stratum * sectors // (SAMPLES // SECTOR)
@@ -158,6 +160,7 @@ def _bound(
 ):  # fmt: skip
     """(the bound; whether it is -inf, as the sample holds too few scores; scores of the first two tiles of [first,
     last))"""
+    # The first two tiles are on their way while the sample is searched.
     scores, outside = _load_sample(row_ptr, base, start, end, SAMPLES)
     even = _load_tile(row_ptr, first, last, TILE, ALIGNED)
     odd = _load_tile(row_ptr, first + TILE, last, TILE, ALIGNED)
@@ -217,10 +220,12 @@ def select_appended(
     row_ptr = logits + row64 * stride_logits_row * UNIT
     base = (start // tile.WORD) * tile.WORD
     output_map = output.MatrixRow(row64, k)
+    # A row that one CTA holds needs no candidates.
     if end - base <= SLOTS:
         if part == 0:
             select_row(out, row_ptr, base, start, end, smem, output_map, k, SLOTS, ALIGNED, False, 0, 0, True, THREADS)
     else:
+        # Parts are whole words of 32 columns.
         each = tl.cdiv(tl.cdiv(end - base, CTAS), tile.WORD) * tile.WORD
         first = base + part * each
         last = tl.minimum(first + each, end)
@@ -230,11 +235,13 @@ def select_appended(
         )  # fmt: skip
         mine = lists + tl.program_id(0).to(tl.int64) * capacity
         _append_part(smem, mine, even, odd, row_ptr, base, start, first, last, limit, capacity, TILE, ALIGNED)
+        # All warps have appended.
         tl.debug_barrier()
         found = histogram.load_one(smem, tl.full([], histogram.LENGTH, tl.int32))
         if CTAS > 1:
             tl.store(counts + tl.program_id(0), found)
         tl.debug_barrier()  # the search starts a list of its own in the same word
+        # The last CTA of the row has all lists: acq_rel orders their stores before its loads.
         complete = True
         if CTAS > 1:
             complete = tl.atomic_add(arrivals + row, 1, sem="acq_rel") == CTAS - 1
@@ -245,6 +252,7 @@ def select_appended(
                 tl.store(arrivals + row, 0)
                 mine = lists + row64 * CTAS * capacity
                 position, found, fits = _locate(counts + row * CTAS, capacity, CTAS, SLOTS)
+            # Enough candidates and not too many, or the row is streamed.
             if fits & (found <= SLOTS) & ((found >= k) | everything):
                 _select(
                     out, smem, mine, position, found, base - start, output_map, k, SLOTS, WORDS, WINDOW_SHIFT, THREADS

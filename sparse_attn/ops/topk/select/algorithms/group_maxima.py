@@ -30,6 +30,7 @@ def _store_coalesced(out, smem, bitmask, count, source, output_map, SLOTS: tl.co
     tl.debug_barrier()
     set_bits.stage(smem, bitmask, position, tl.arange(0, SLOTS // 32) * 32, count)
     tl.debug_barrier()
+    # Threads side by side store values side by side.
     for first in range(0, count, 4 * THREADS):
         at = first + tl.arange(0, 4 * THREADS)
         slot = histogram.load_one(smem, tl.minimum(at, count - 1))
@@ -99,6 +100,7 @@ def select_group_maxima(
     chunks = bf16_select.load(row_maxima, zero, number, tl.cdiv(width, tile.GROUP), TILE, CHUNK, True)
     CAPACITY: tl.constexpr = HELD // tile.GROUP
     groups = histogram.after(smem, histogram.WORDS + SLOTS // 16 + THREADS)
+    # A narrow row: every group is listed, in its place.
     whole = end <= HELD  # all groups are searched
     if whole:
         position = tl.minimum(tl.arange(0, SLOTS // tile.GROUP), CAPACITY - 1)
@@ -106,8 +108,10 @@ def select_group_maxima(
         listed, least, last = number, zero, zero + (histogram.BINS - 1)
     else:
         listed, least, last = _list_groups(groups, smem, chunks, row_maxima, number, k, TILE, CAPACITY, CHUNK, THREADS)
+    # Marks of slots that no chunk covers.
     bf16_select.clear_marks(smem, HELD, SLOTS)
     tl.debug_barrier()
+    # From here on the row is the listed groups' scores, GROUP slots each.
     source = logits + row * stride_logits_row * tile.GROUP, groups
     length = listed * tile.GROUP
     chunks = bf16_select.load_groups(source, length, HELD, CHUNK)

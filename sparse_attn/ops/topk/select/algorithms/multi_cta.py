@@ -29,6 +29,7 @@ NOTHING = tl.constexpr(0)  # a key that no score has: nothing was offered
 def _interleaved(base, part, RESIDENT: tl.constexpr, CTAS: tl.constexpr):
     """The columns of a CTA, ascending, [RESIDENT / SECTOR, SECTOR]. The CTA takes one of every CTAS sectors. Which one
     changes from round to round, so that scores with a period do not all go to one CTA."""
+    # A round has CTAS sectors, one for each CTA, whose order differs from round to round.
     round = tl.arange(0, RESIDENT // SECTOR)
     turn = (part ^ round ^ (round >> 4) ^ (round >> 8)) & (CTAS - 1)
     first = base + (round * CTAS + turn) * SECTOR
@@ -47,12 +48,15 @@ def _offer(
     scores, inside = tile.load(row_ptr, columns, start, end, ALIGNED)
     keys = tl.reshape(radix_select.descending_keys(scores, inside), [RESIDENT // tile.WORD, tile.WORD])
     columns = tl.reshape(columns - base, [RESIDENT // tile.WORD, tile.WORD])
+    # From ``least`` to MOST of this CTA's highest.
     cutoff, number, _ = radix_select.search_windowed(smem, keys, least, MOST, WINDOW_SHIFT, THREADS)
+    # Ties beyond MOST: nothing is offered, and the row will be streamed.
     fits = number <= MOST
     last = tl.where(fits, cutoff, NOTHING)
     position = compact.ranks_up_to(keys, last)
     ptx_io.scatter(mine, position, columns, keys, last)
     ptx_io.scatter(mine + MOST, position, keys, keys, last)
+    # Places behind the offer have the last key.
     slot = tl.arange(0, MOST)
     tl.store(mine + MOST + slot, tl.full([MOST], -1, tl.int32), mask=slot >= tl.where(fits, number, 0))
     tl.store(mine + 2 * MOST, last)
@@ -71,10 +75,12 @@ def _select_offered(
     word_base = output.values(output_map, word * tile.WORD + shift)
     slot = tl.arange(0, SLOTS)
     source = offered + (slot // MOST) * stride + slot % MOST
+    # .cg: other CTAs wrote the offers.
     lasts = tl.load(offered + tl.arange(0, CTAS) * stride + 2 * MOST, cache_modifier=".cg")
     keys = tl.load(source + MOST, cache_modifier=".cg")
     columns = tl.load(source, mask=keys != -1, other=0, cache_modifier=".cg")
     cutoff, at_cutoff, below = radix_select.search_resident(smem, keys, k, SLOTS // 4, WINDOW_SHIFT, THREADS)
+    # No CTA has kept back a key at or below the cutoff.
     bound = tl.min(lasts.to(tl.uint32, bitcast=True))
     enough = cutoff.to(tl.uint32, bitcast=True) <= bound
     if enough:
@@ -132,6 +138,7 @@ def select_multi_cta(
     output_map = output.of_row(
         row64, k, indptr, states, block_table, rows, next_n, max_blocks, stride_table_request, BLOCK_SIZE, THREADS
     )
+    # A row that one CTA holds needs no offers.
     if end - base <= SLOTS:
         if part == 0:
             select_row(out, row_ptr, base, start, end, smem, output_map, k, SLOTS, ALIGNED, False, 0, 0, True, THREADS)
@@ -141,6 +148,7 @@ def select_multi_cta(
             first + part * stride_offered, row_ptr, base, start, end, part, smem, least,
             MOST, RESIDENT, CTAS, WINDOW_SHIFT, ALIGNED, THREADS,
         )  # fmt: skip
+        # All of this CTA's offer is stored before it says so.
         tl.debug_barrier()
         if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == CTAS - 1:
             tl.store(arrivals + row, 0)

@@ -55,6 +55,7 @@ def bound_rows(
     pdl.wait(PDL)
     strides = stride_logits_row, stride_starts_row, stride_ends_row
     row_ptr, start, end = _row_of(logits, row_starts, row_ends, row, width, *strides, ALIGNED)
+    # Words taken of the row's buffer, which collect_candidates counts up.
     tl.store(taken + row, 0)
     if end - start > SLOTS:
         _, limit, _ = sampled_bound(row_ptr + start, end - start, num_candidates, smem, SAMPLES, RUN, THREADS)
@@ -90,6 +91,7 @@ def collect_candidates(
     pdl.wait(PDL)
     strides = stride_logits_row, stride_starts_row, stride_ends_row
     row_ptr, start, end = _row_of(logits, row_starts, row_ends, row, width, *strides, ALIGNED)
+    # Parts begin at a multiple of 32 columns.
     first = (start // tile.WORD) * tile.WORD + part * SPAN
     if (end - start > SLOTS) & (first < end):
         begin, count = collect_span(
@@ -139,6 +141,7 @@ def select_candidates(
     inside = word[:, None] + bit[None, :] < length
     whole = length <= SLOTS
     fits = whole
+    # A short row comes as it is; of others the candidates, part by part.
     if whole:
         resident = tl.load(source + word[:, None] + bit[None, :], mask=inside)
     else:
@@ -147,6 +150,7 @@ def select_candidates(
         number = tl.load(counts + row * PARTS + part, mask=valid, other=0)
         begin = tl.load(begins + row * PARTS + part, mask=valid, other=0)
         position, inside, taken = locate(number, begin, PARTS, SLOTS)
+        # Enough and not too many; a bound of -inf leaves out nothing.
         fits = (taken <= SLOTS) & ((tl.sum(number, 0) >= k) | (tl.load(bounds + row) == float("-inf")))
         word, inside = position, inside & fits
         resident = tl.load(scores + row * SLOTS + word[:, None] + bit[None, :], mask=inside, other=0.0)

@@ -56,6 +56,7 @@ def sampled_bound(
     """A bound that about ``num_candidates`` scores of the row exceed, estimated from a sample. Returns (the bound as a
     key of threshold_select, where the search goes by those; the bound as a score; whether the sample holds all
     scores there are)."""
+    # A run of neighbours from each stretch of the row.
     position = tile.positions(SAMPLES)
     run = position // RUN
     stride = length // (SAMPLES // RUN)
@@ -66,6 +67,7 @@ def sampled_bound(
         limit, everything = bound_by(smem, keys, SAMPLES, num_candidates, length, THREADS)
         return zero, limit, everything
     else:
+        # By thresholds the bound is a key as well, where the search of candidates begins.
         share, most = share_of(SAMPLES, num_candidates, length)
         key, at_cutoff, at_next = threshold_select.search(scores, zero, zero + 1, share, most)
         key = tl.where(key == -1, 0, key)  # -1 is the key of -0.0, which compares as 0.0
@@ -80,6 +82,7 @@ def _chunk_bitmask(row_ptr, base, start, end, limit, CHUNK: tl.constexpr, ALIGNE
     bit = tl.arange(0, WORD)
     zero = tl.full([1, WORD], 0, tl.uint32)
     column = tl.multiple_of(base, WORD) + tile.positions(CHUNK)
+    # A chunk inside the row needs no mask.
     if (base >= start) & (base + CHUNK <= end):
         scores = tl.load(row_ptr + column)
     else:
@@ -113,6 +116,7 @@ def _collect(
     number, stored or not. first is a multiple of 32. The histogram, where there is one, is zero before and after."""
     found = tl.full([], 0, tl.int32)
     word = tl.arange(0, SPAN // WORD)
+    # A span at a time: its bits first, then columns in order.
     for begin in range(first, last, SPAN):
         if THREADS > 0:
             bitmask = _span_bitmask(
@@ -142,6 +146,7 @@ def collect_span(
         smem, row_ptr, start, end, first, tl.minimum(first + SPAN, end), limit, CHUNK, SPAN, ALIGNED
     )
     bitmask, position, rounds, total = compact.scan_bitmask(bitmask)
+    # Room in whole words of 32 slots, as ``locate`` counts.
     begin = tl.atomic_add(taken, tl.cdiv(total, WORD), sem="relaxed") * WORD
     word_base = first - start + tl.arange(0, SPAN // WORD) * WORD
     compact.store_by_rounds(
@@ -157,9 +162,11 @@ def locate(number, begins, CTAS: tl.constexpr, SLOTS: tl.constexpr):
 
     Returns (the first slot of each word, whether each slot holds a candidate, slots taken).
     """
+    # Parts follow each other in whole words.
     words = tl.cdiv(number, WORD)
     before = tl.cumsum(words, 0) - words
     word = tl.arange(0, SLOTS // WORD)
+    # Binary search for the part that each word belongs to.
     owner = tl.zeros([SLOTS // WORD], tl.int32)
     step: tl.constexpr = CTAS // 2
     jump = tl.full([], step, tl.int32)
@@ -208,12 +215,14 @@ def select_sampled(
     slot = tile.positions(SLOTS)
     smem = histogram.claim_cleared(emulated_smem, 0, THREADS)
     pdl.wait(PDL)
+    # CTAS CTAs share a row; such groups take rows by turns.
     for row in range(group, rows, tl.num_programs(0) // CTAS):
         row64 = tl.full([], 0, tl.int64) + row
         start, end = tile.row_range(row_starts, row_ends, row64, width, stride_starts_row, stride_ends_row)
         length = end - start
         row_ptr = logits + row64 * stride_logits_row * UNIT
         output_map = output.MatrixRow(row64, k)
+        # A row of at most SLOTS scores is its own list of candidates.
         columns = slot
         inside = slot < length
         key2 = tl.full([], 0, tl.int64)
@@ -222,9 +231,11 @@ def select_sampled(
         streamed = (length > SLOTS) & (part == 0)
         if SAMPLED:
             streamed = streamed & False
+            # Parts are whole chunks, and begin at a multiple of 32 columns.
             base = (start // tile.WORD) * tile.WORD
             chunks = tl.cdiv(end - base, CHUNK)
             each = tl.maximum(tl.cdiv(chunks, CTAS), 1)
+            # Every CTA of the row finds the same bound, from the same sample.
             if (length > SLOTS) & (part * each < chunks):
                 bound, limit, everything = sampled_bound(
                     row_ptr + start, length, num_candidates, smem, SAMPLES, RUN, THREADS
@@ -236,6 +247,7 @@ def select_sampled(
                     mine, row_ptr, start, end, first, last, limit, capacity, smem, CHUNK, SPAN, ALIGNED, THREADS
                 )
                 complete = True
+                # The last CTA of the row has all candidates: acq_rel orders their stores before its loads.
                 if CTAS > 1:
                     tl.store(counts + cta, found)
                     tl.debug_barrier()
@@ -248,6 +260,7 @@ def select_sampled(
                     taken = found
                     if CTAS > 1:
                         tl.store(arrivals + group, 0)
+                        # Put the parts in order; .cg, since other CTAs wrote them.
                         mate = tl.arange(0, CTAS)
                         number = tl.load(
                             counts + group * CTAS + mate, mask=mate * each < chunks, other=0, cache_modifier=".cg"
@@ -256,6 +269,7 @@ def select_sampled(
                         words, inside, taken = locate(number, mate * capacity, CTAS, SLOTS)
                         position = words[:, None] + tl.arange(0, tile.WORD)[None, :]
                         mine = candidates + (group * CTAS).to(tl.int64) * capacity
+                    # Enough candidates and not too many, or the row is streamed.
                     resident = (taken <= SLOTS) & ((found >= k) | everything)
                     streamed = resident == 0
                     columns = tl.load(mine + position, mask=inside & resident, other=0, cache_modifier=".cg")

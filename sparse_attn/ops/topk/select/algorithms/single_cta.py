@@ -41,15 +41,18 @@ def select_resident(out, scores, inside, values, key2, key3, smem, output_map, k
         keys = radix_select.descending_keys(scores, inside)
         cutoff, at_cutoff, below = radix_select.search(smem, keys, k, k, THREADS)
         output.announce(output_map, tl.minimum(at_cutoff, k))
+        # All keys up to the cutoff are taken: a key's rank is its place.
         if at_cutoff <= k:
             position = compact.ranks_up_to(keys, cutoff)
             begin = output.begin(output_map)
             ptx_io.scatter(out + begin, position, values, keys, cutoff)
+        # Of the keys equal to the cutoff the first ones are taken.
         else:
             above = keys.to(tl.uint32, bitcast=True) < cutoff.to(tl.uint32, bitcast=True)
             begin = output.begin(output_map)
             compact.store_above_and_equal(out + begin, above, keys == cutoff, values, k - below, 0, 0, THREADS)
     else:
+        # Without shared memory: by thresholds.
         scores = tl.where(inside, scores, float("-inf"))
         key, at_cutoff, at_next = threshold_select.search(scores, key2, key3, k, k)
         output.announce(output_map, tl.minimum(at_cutoff, k))
@@ -109,6 +112,7 @@ def select_row(
             SLOTS, BF16_CHUNK, ALIGNED, COALESCED, LATENCY_BOUND, THREADS,
         )  # fmt: skip
     elif COALESCED or WINDOW_SHIFT > 0:
+        # As fp32, by marks in shared memory.
         scores = tile.load_resident(row_ptr + base, end - base, SLOTS, ALIGNED)
         word_base = output.values(output_map, base - start + tl.arange(0, SLOTS // tile.WORD) * tile.WORD)
         keys = radix_select.loaded_keys(smem, scores, tl.arange(0, SLOTS), start - base, end - base)
@@ -119,6 +123,7 @@ def select_row(
         else:
             compact.store_marked(out, smem, need, word_base, count, output_map, SLOTS)
     else:
+        # As fp32, columns in registers beside the keys.
         columns = base + tile.positions(SLOTS)
         scores, inside = tile.load(row_ptr, columns, start, end, ALIGNED)
         values = output.tile_values(output_map, base - start, SLOTS)
@@ -165,10 +170,12 @@ def select_single_cta(
     pdl.wait(PDL)
     start, end = tile.row_range(row_starts, row_ends, row, width, stride_starts_row, stride_ends_row)
     row_ptr = logits + row * stride_logits_row * UNIT
+    # Aligned loads begin at a multiple of UNIT, before the row's start.
     base = (start // UNIT) * UNIT
     output_map = output.of_row(
         row, k, indptr, states, block_table, rows, next_n, max_blocks, stride_table_request, BLOCK_SIZE, THREADS
     )
+    # A row that fits a quarter of the slots is selected by code for a quarter.
     BRANCH: tl.constexpr = SLOTS // 4 if SLOTS >= BRANCHED else 0
     if BRANCH > 0:
         if end - base <= BRANCH:

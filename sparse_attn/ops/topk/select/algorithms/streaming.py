@@ -25,10 +25,12 @@ def select_streamed(out, source, length, guess, smem, output_map, k, CHUNK: tl.c
         key, at_cutoff, at_next = threshold_select.search_streamed(source, length, guess, k, CHUNK)
         limit = threshold_select.score_of(key)
     output.announce(output_map, tl.minimum(at_cutoff, k))
+    # All that equal the cutoff, or the first of them.
     need = tl.where(at_cutoff <= k, k, k - at_next)
     begin = output.begin(output_map)
     above_before = tl.full([], 0, tl.int32)
     equal_before = tl.full([], 0, tl.int32)
+    # One more reading, in order: counts of the chunks before say where each chunk's go.
     for base in range(0, length, CHUNK):
         columns = base + tile.positions(CHUNK)
         scores = tl.load(source + columns, mask=columns < length, other=float("-inf"))

@@ -128,10 +128,12 @@ def select_cluster(
     LINE: gl.constexpr = cluster.line(THREADS, CTAS)
     row, rank = gl.program_id(0).to(gl.int64), cluster.rank()
     thread = gl.arange(0, THREADS, LINE)
+    # Bins are zero, HIGHEST is the last key, counts are zero.
     smem = histogram.claim(None, words(SLOTS))
     clear(smem, THREADS, LINE)
     histogram.store_one(smem, thread * 0 + histogram.HIGHEST, thread * 0 - 1)
     histogram.store_one(smem, OWN_COUNTS + thread % 4, thread * 0)
+    # One phase of each mbarrier brings so many bytes. TIED has to wait until it is known how many ties are sent.
     for number in gl.static_range(5):
         cluster.init(smem, ANCHORED + 2 * number)
     cluster.expect(smem, ANCHORED, 4 * CTAS)
@@ -140,6 +142,7 @@ def select_cluster(
     cluster.expect(smem, HEARD, 4 * CTAS)
     cluster.arrive()
     barrier()
+    # PDL: scores are the launch before's.
     wait()
     launch_dependents()
 
@@ -149,7 +152,9 @@ def select_cluster(
         start = gl.minimum(gl.maximum(gl.load(row_starts + row * stride_starts_row), 0), width)
     if row_ends is not None:
         end = gl.minimum(gl.maximum(gl.load(row_ends + row * stride_ends_row), 0), width)
+    # Aligned loads begin at a multiple of UNIT, before the row's start.
     base = start // UNIT * UNIT
+    # A thread has four columns of each round, and a CTA neighbouring columns.
     first = gl.arange(0, ROUNDS, gl.SliceLayout(1, FOURS))[:, None] * (4 * THREADS)
     column = rank * SLOTS + first + gl.arange(0, 4 * THREADS, gl.SliceLayout(0, FOURS))[None, :]
     source = logits + row * stride_logits_row * UNIT + base
@@ -161,41 +166,50 @@ def select_cluster(
         scores = gl.load(source + column, mask=column < (readable + 3) // 4 * 4)
     else:
         scores = gl.load(source + column, mask=column < readable)
+    # Columns outside the row get the last key.
     keys = radix_select.descending_keys(scores, (column >= start - base) & (column < length))
     value = base - start + rank * SLOTS + thread * (4 * ROUNDS)  # what is stored for a thread's first column
     if block_table is not None:
         value = slots_of(block_table + row // next_n * stride_table_request, value, max_blocks, BLOCK_SIZE)
 
+    # Steps 2 to 4: the k-th score's bin.
     at, shift, below, in_bin = search(smem, keys, k, rank, WINDOW_SHIFT, CTAS, THREADS)
     count = gl.minimum(below + in_bin, k)
     if block_table is not None:
         tell_later_rows(states, row.to(gl.int32), rows, count, LINE)
+    # Either all up to the bin are taken, or those that share it are told apart.
     all = below + in_bin <= k
     least = gl.where(at == -1, MINUS_INF_KEY, at + gl.where(all, 1 << shift, 0))
     span = gl.where(all, 0, 1 << shift)
     listed = (all == 0) & (in_bin <= MOST_TIES)
     need = k - below
     cluster.expect(smem, TIED, CTAS * (8 + gl.where(listed, 8 * MOST_TIES, 0)))
+    # Step 5: counts go to all CTAs, and ties where they are few.
     numbers = ties.mark(smem, keys, column, rank * SLOTS, least, span, listed)
     ties.send_counts(smem, rank, numbers, CTAS, THREADS)
     if listed:
         ties.send_ties(smem, rank, CTAS, THREADS)
     cluster.await_bytes(smem, TIED, rank * 0)
+    # How many of the CTAs before are taken.
     position, tied = ties.counts_before(smem, rank, CTAS)
     if listed:
         position += ties.rank_ties(smem, in_bin, need, rank, SLOTS, CTAS, THREADS)
 
+    # This thread's columns as bits, in order.
     bits, equal = ties.marks_of(smem, thread, ROUNDS)
+    # Ties that are equal in all bits: the first ``need`` of the row.
     if (all | listed) == 0:
         each = popcount(equal)
         earlier = tied + gl.associative_scan(each, 0, add) - each
         bits |= ties.first_bits(equal, need - earlier)
         position += gl.minimum(tied, need)
+    # Step 6: behind the columns of threads before.
     each = popcount(bits)
     position += gl.associative_scan(each, 0, add) - each
     if block_table is None:
         begin = row * k
     else:
+        # Rows are packed: the place is known once all rows before have told their counts.
         begin = told_by_rows_before(states, row)
         barrier()  # all warps know
         cluster.send(smem, NEWS + rank + thread * 0, HEARD, thread * 0, (thread == 0).to(gl.int32), thread)
@@ -206,5 +220,6 @@ def select_cluster(
         else:
             store_bounds(indptr, row, rows, begin, count)
             clear_places(out + unused(row, rows, begin, count, k), 0, k - count, LINE)
+            # Only when every CTA has read the state may it be zeroed.
             cluster.await_bytes(smem, HEARD, rank * 0)
             gl.store(states + row, row * 0)

@@ -27,7 +27,7 @@ NEWS = gl.constexpr(COUNTS.value + 2 * MOST_CTAS.value)  # of each CTA: anything
 TIES = gl.constexpr(NEWS.value + MOST_CTAS.value)  # [CTAS, MOST_TIES, 2]: key and column
 PARTS = gl.constexpr(
     TIES.value + 2 * MOST_CTAS.value * MOST_TIES.value
-)  # [CTAS, BINS / CTAS]: of each, this CTA's part
+)  # [CTAS, BINS / CTAS]: this CTA's part of each CTA's bins
 SUMS = gl.constexpr(PARTS.value + BINS.value)  # [BINS]: of all CTAs
 # of this CTA
 OWN_COUNTS = gl.constexpr(SUMS.value + BINS.value)  # what it tells as COUNTS, in the halves of a word
@@ -88,9 +88,11 @@ def _add_up(smem, rank, shift, first_of_row, phase, CTAS: gl.constexpr, THREADS:
     LINE: gl.constexpr = cluster.line(THREADS, CTAS)
     thread = gl.arange(0, THREADS, LINE)
     zero, one = thread * 0, thread * 0 + 1
+    # This CTA's bins begin ``skipped`` bins behind the row's: they move by as many, in whole fours.
     anchor = histogram.load_one(smem, ANCHORS + rank)
     skipped = ((anchor - first_of_row).to(gl.uint32, bitcast=True) >> shift.to(gl.uint32)).to(gl.int32)
     barrier()
+    # Reduce-scatter: each CTA gets its part of these bins.
     for round in gl.static_range(ROUNDS):
         bin = (round * THREADS + thread) * 4
         there = bin >= skipped  # all four, or none
@@ -98,6 +100,7 @@ def _add_up(smem, rank, shift, first_of_row, phase, CTAS: gl.constexpr, THREADS:
         a, b, c, d = gl.where(there, a, 0), gl.where(there, b, 0), gl.where(there, c, 0), gl.where(there, d, 0)
         cluster.send_four(smem, PARTS + rank * EACH + bin % EACH, SCATTERED, bin // EACH, one, a, b, c, d)
     cluster.await_bytes(smem, SCATTERED, phase)
+    # This CTA's part of all bins, added up; all-gather: the sums go to all.
     for round in gl.static_range(ROUNDS):
         place = round * THREADS + thread
         cta, quad = place % CTAS, place // CTAS
@@ -115,6 +118,7 @@ def _find_bin(smem, wanted, CTAS: gl.constexpr, THREADS: gl.constexpr):
     there are fewer, (0, all of them, 0)."""
     QUADS: gl.constexpr = BINS // (4 * THREADS)
     LINE: gl.constexpr = cluster.line(THREADS, CTAS)
+    # Keys in each thread's bins, and in those before them.
     thread = gl.arange(0, THREADS, LINE)
     first = thread * (4 * QUADS)
     mass = thread * 0
@@ -125,6 +129,7 @@ def _find_bin(smem, wanted, CTAS: gl.constexpr, THREADS: gl.constexpr):
     below = total - mass
     last = thread == THREADS - 1
     here = (below < wanted) & (total >= wanted)
+    # The bin itself, if it is one of the thread's.
     digit, earlier, in_bin = thread * 0, total, thread * 0  # of the last thread where all keys are too few
     for quad in gl.static_range(QUADS):
         four = histogram.load_four(smem, SUMS + first + 4 * quad)
@@ -134,6 +139,7 @@ def _find_bin(smem, wanted, CTAS: gl.constexpr, THREADS: gl.constexpr):
             earlier = gl.where(found, below, earlier)
             in_bin = gl.where(found, four[one], in_bin)
             below += four[one]
+    # One thread tells the others.
     note = (here | (last & (total < wanted))).to(gl.int32)
     histogram.store_four(smem, histogram.NOTE + thread * 0, digit, earlier, in_bin, thread * 0, note)
     barrier()
@@ -148,6 +154,7 @@ def search(smem, keys, k, rank, WINDOW_SHIFT: gl.constexpr, CTAS: gl.constexpr, 
     all keys, none."""
     LINE: gl.constexpr = cluster.line(THREADS, CTAS)
     thread = gl.arange(0, THREADS, LINE)
+    # The least key of this CTA, the one of its highest score.
     lowest = gl.reduce(keys.to(gl.uint32, bitcast=True), 0, _lower).to(gl.int32, bitcast=True)
     gl.inline_asm_elementwise(
         NOTE_LEAST, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [lowest, smem + histogram.HIGHEST * 4 + lowest * 0], dtype=gl.int32,
@@ -155,8 +162,10 @@ def search(smem, keys, k, rank, WINDOW_SHIFT: gl.constexpr, CTAS: gl.constexpr, 
     )  # fmt: skip
     barrier()
     own = histogram.load_one(smem, histogram.HIGHEST + rank * 0)
+    # A multiple of four bins, since _add_up moves bins by fours.
     reach = MINUS_INF_KEY - (BINS << WINDOW_SHIFT)  # a window from there ends with the lowest finite score
     own = gl.where(before(own, reach), own, reach) & (-4 << WINDOW_SHIFT)
+    # Tell all where this CTA's window begins, and count meanwhile.
     cluster.await_all()  # mbarriers of all CTAs are there
     to = thread * 0 + ANCHORS + rank
     cluster.send(smem, to, ANCHORED, thread, (thread < CTAS).to(gl.int32), own + thread * 0)
@@ -165,6 +174,7 @@ def search(smem, keys, k, rank, WINDOW_SHIFT: gl.constexpr, CTAS: gl.constexpr, 
     going = k >= 0
     while going:
         histogram.count(smem, keys, own, shift)
+        # The row's window begins with the first of all CTAs'.
         if phase == 0:
             cluster.await_bytes(smem, ANCHORED, phase)
             for four in gl.static_range(0, CTAS, 4):
@@ -173,6 +183,7 @@ def search(smem, keys, k, rank, WINDOW_SHIFT: gl.constexpr, CTAS: gl.constexpr, 
                     base = gl.where(before(anchors[one], base), anchors[one], base)
         _add_up(smem, rank, shift, base, phase, CTAS, THREADS)
         digit, more, in_bin = _find_bin(smem, k - below, CTAS, THREADS)
+        # No key in the bin: the k-th lies behind the window.
         missed = in_bin == 0
         few = (missed == 0) & (shift == LEADING_SHIFT) & (digit == UNSELECTABLE)
         again = base + (BINS << WINDOW_SHIFT)  # where a second window begins
@@ -181,8 +192,10 @@ def search(smem, keys, k, rank, WINDOW_SHIFT: gl.constexpr, CTAS: gl.constexpr, 
         below = gl.where(missed, gl.where(second, more, 0), below + more)
         base = gl.where(missed, gl.where(second, again, 0), gl.where(few, -1, at))
         in_bin = gl.where(few, 0, in_bin)
+        # Found: a finer digit while too many keys share the bin.
         finer = (below + in_bin > k) & (in_bin > MOST_TIES) & (shift > 0)
         going = missed | finer
+        # Ready for another count: bins are zero, barriers expect its bytes.
         if going:
             next = gl.maximum(shift - histogram.DIGIT_BITS, 0)
             shift = gl.where(missed, gl.where(second, WINDOW_SHIFT, LEADING_SHIFT), next)

@@ -84,6 +84,7 @@ def mark(smem, keys, columns, first, least, span, listed):
         ],
         4,
     )  # fmt: skip
+    # Both counts in the halves of a word, added up in a thread, a warp and the CTA.
     numbers = gl.reduce(popcount(marks & 15) + (popcount(marks >> 4) << 16), 0, add)
     _asm(ADD_UP, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [numbers, smem + OWN_COUNTS * 4 + numbers * 0], 4)
     barrier()
@@ -105,6 +106,7 @@ def marks_of(smem, thread, ROUNDS: gl.constexpr):
 def send_counts(smem, rank, numbers, CTAS: gl.constexpr, THREADS: gl.constexpr):
     """What ``mark`` has counted, to all."""
     thread = gl.arange(0, THREADS, cluster.line(THREADS, CTAS))
+    # A thread sends to the CTA of its number.
     word, there = thread * 0 + COUNTS + 2 * rank, (thread < CTAS).to(gl.int32)
     above = thread * 0 + (numbers & 0xFFFF)
     cluster.send_two(smem, word, TIED, thread, there, above, thread * 0 + (numbers >> 16))
@@ -125,6 +127,7 @@ def counts_before(smem, rank, CTAS: gl.constexpr):
 def send_ties(smem, rank, CTAS: gl.constexpr, THREADS: gl.constexpr):
     """This CTA's list to all."""
     LINE: gl.constexpr = cluster.line(THREADS, CTAS)
+    # A place for every tie of every CTA: a thread sends one tie to one CTA.
     for first in gl.static_range(0, CTAS * MOST_TIES, THREADS):
         place = first + gl.arange(0, THREADS, LINE)
         tie, cta = place % MOST_TIES, place // MOST_TIES
@@ -140,15 +143,18 @@ def rank_ties(smem, in_bin, need, rank, SLOTS: gl.constexpr, CTAS: gl.constexpr,
     LINE: gl.constexpr = cluster.line(THREADS, CTAS)
     place = gl.arange(0, CTAS * MOST_TIES, LINE)
     cta, tie = place // MOST_TIES, place % MOST_TIES
+    # A CTA's list has as many ties as it has counted.
     valid = tie < histogram.load_one(smem, COUNTS + 2 * cta + 1)
     key = histogram.load_one(smem, TIES + 2 * place)
     column = histogram.load_one(smem, TIES + 2 * place + 1)
+    # All lists become one without gaps, in any order.
     _asm(
         LIST,
         "=r,r,r,r,r,r",
         [valid.to(gl.int32), key, column, smem + LISTED * 4 + place * 0, smem + KEYS * 4 + place * 0],
     )
     barrier()
+    # A tie's rank is how many come before it, by key, then by column.
     less = place * 0
     for four in range(0, in_bin, 4):
         keys = histogram.load_four(smem, KEYS + four)
@@ -156,6 +162,7 @@ def rank_ties(smem, in_bin, need, rank, SLOTS: gl.constexpr, CTAS: gl.constexpr,
         for one in gl.static_range(4):
             earlier = before(keys[one], key) | ((keys[one] == key) & (columns[one] < column))
             less += (earlier & (four + one < in_bin)).to(gl.int32)
+    # Own winners become marks; those of CTAs before count for this one's place.
     wins = valid & (less < need)
     _asm(WINS, "=r,r,r,r", [column - rank * SLOTS, smem + MARKS * 4 + place * 0, (wins & (cta == rank)).to(gl.int32)])
     others = (wins & (cta < rank)).to(gl.int32)

@@ -38,6 +38,7 @@ def _two(both):
 def load_groups(source, end, SLOTS: tl.constexpr, CHUNK: tl.constexpr):
     """The scores of a source of groups, in the form that load returns. Of SLOTS slots those below ``end`` count."""
     PAIRS: tl.constexpr = tile.GROUP // 2
+    # Two neighbouring scores are one load of 64 bits. All loads are issued before any is waited for.
     pairs = source[0].to(tl.pointer_type(tl.int64))
     chunks = ()
     for chunk in tl.static_range(SLOTS // CHUNK):
@@ -69,12 +70,14 @@ def load(scores, first, end, readable, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
     for chunk in tl.static_range(SLOTS // CHUNK):
         words = loaded[chunk]
         column = chunk * CHUNK + 2 * tl.arange(0, CHUNK // 2)
+        # Scores from ``end`` on become -inf, in the chunks that reach it.
         if (chunk + 1) * CHUNK > end:
             words = tl.where(
                 column + 1 < end,
                 words,
                 tl.where(column < end, (words & 0xFFFF) | (bf16_keys.TWO_MINUS_INF & -65536), bf16_keys.TWO_MINUS_INF),
             )
+        # Scores before ``first``, which only the first chunk has.
         if chunk == 0:
             if first > 0:
                 words = tl.where(
@@ -97,6 +100,7 @@ def first_window(chunks, k, LATENCY_BOUND: tl.constexpr, THREADS: tl.constexpr):
     score. A thread holds k / THREADS of the k highest on average; while that is at most 4, it hardly ever happens that
     every thread holds one.
     """
+    # The highest score of each word's place, over all chunks.
     greatest = tl.full(chunks[0].shape, bf16_keys.TWO_MINUS_INF, tl.int32)
     for chunk in tl.static_range(len(chunks)):
         greatest = bf16_keys.maximum(chunks[chunk], greatest)
@@ -109,6 +113,7 @@ def first_window(chunks, k, LATENCY_BOUND: tl.constexpr, THREADS: tl.constexpr):
         least, minus_most = tl.split(tl.min(tl.join(keys, -keys), 0))
     else:
         least = bf16_keys.key_of((tl.max(highest, 0).to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
+    # Near the last key the window begins earlier, such that its last digit is that of -inf.
     least = tl.minimum(least, bf16_keys.MINUS_INF - (histogram.BINS - 1))
     if LATENCY_BOUND:
         last = tl.where(k <= 4 * THREADS, tl.minimum(1 - minus_most - least, last), last)
@@ -126,10 +131,12 @@ def _search_all(smem, chunks, least, end, k, CHUNK: tl.constexpr, THREADS: tl.co
     in_bin = zero
     going = spare > 0
     while going:
+        # The first turn counts the upper bits of all keys, the second the rest of those in the k-th's bin.
         for chunk in tl.static_range(len(chunks)):
             if chunk * CHUNK < end:
                 bf16_keys.count_from(smem, chunks[chunk], least, zero + bf16_keys.MINUS_INF - least, base, shift)
         digit, more, in_bin = radix_select.find_bin(smem, k - below, spare, THREADS)
+        # Fewer than k: the result is the key of -inf.
         few = digit == histogram.BINS - 1
         base = tl.where(few, zero + bf16_keys.MINUS_INF - least, base + (digit << shift))
         below += more
@@ -154,6 +161,7 @@ def search(smem, chunks, least, last, end, k, LATENCY_BOUND: tl.constexpr, CHUNK
     """(the k-th score as bf16, how many scores are higher, how many equal it), or (-inf, all, 0) where there are fewer
     than k. least, last, LATENCY_BOUND: see first_window."""
     if LATENCY_BOUND:
+        # The k-th in bin ``last``, where scores were counted together: once more with bins apart.
         digit, below, in_bin = least, least, least
         going = k >= 0
         while going:
@@ -162,6 +170,7 @@ def search(smem, chunks, least, last, end, k, LATENCY_BOUND: tl.constexpr, CHUNK
             last = tl.full([], histogram.BINS - 1, tl.int32)
     else:
         digit, below, in_bin = _search_from(smem, chunks, least, last, end, k, CHUNK, THREADS)
+    # The k-th lies behind the window, so it may have any key.
     if digit == histogram.BINS - 1:
         digit, below, in_bin = _search_all(smem, chunks, least, end, k, CHUNK, THREADS)
     return bf16_keys.key_of(least + digit), below, in_bin
@@ -182,6 +191,7 @@ def mark(smem, chunks, bf16, CHUNK: tl.constexpr):
     tl.debug_barrier()
     for chunk in tl.static_range(len(chunks)):
         marks = bf16_keys.marks(chunks[chunk], bf16)
+        # Marks of two words make a byte, that of four columns.
         marks = tl.sum(tl.reshape(marks, [CHUNK // 4, 2]) << (2 * tl.arange(0, 2))[None, :], 1)
         smem_list.store_marks(smem, chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4), marks | (marks >> 16))
     tl.debug_barrier()
@@ -213,11 +223,13 @@ def _marked_by_scores(
     """marked_bitmask where more than THREADS scores share the bf16. Unless all of them are equal, their fp32 scores are
     searched and marked."""
     CHUNK: tl.constexpr = min(16 * THREADS, SLOTS)
+    # Scores of one bf16 have fp32 keys side by side, from ``base`` on.
     base = bf16_keys.key_of(bf16) << 16
     shift = tl.full([], OPEN_BITS - histogram.DIGIT_BITS, tl.int32)
     span = tl.where(bf16 == 0, OF_ZERO, OF_OTHERS).to(tl.uint32, bitcast=True)
     least = tl.full([CHUNK], OF_ZERO, tl.int32)
     greatest = tl.full([CHUNK], -1, tl.int32)
+    # Count their next digit, and see whether any differ.
     for begin in range(0, end, CHUNK):
         keys = _keys_of_scores(source, first, end, begin, CHUNK, ALIGNED)
         histogram.count(smem, keys, base, shift)
@@ -225,6 +237,7 @@ def _marked_by_scores(
         valid = distance.to(tl.uint32, bitcast=True) < span
         least = tl.where(valid, tl.minimum(least, distance), least)
         greatest = tl.where(valid, tl.maximum(greatest, distance), greatest)
+    # They differ: find the cutoff among fp32 keys, and mark by it anew.
     if tl.min(least, 0) < tl.max(greatest, 0):
         digit, below, in_bin = radix_select.find_bin(smem, need, 0, THREADS)
         base += digit << shift
@@ -239,6 +252,7 @@ def _marked_by_scores(
             compact.mark_from(smem, _keys_of_scores(source, first, end, begin, CHUNK, ALIGNED), begin, cutoff, need)
         tl.debug_barrier()
         above, equal = compact.bitmasks_of_marks(smem, SLOTS)
+    # All are equal: bf16 has marked them, and the first ones win.
     else:
         histogram.clear(smem, THREADS)
     if need > 0:
@@ -250,6 +264,7 @@ def _marked_by_scores(
 def _mark_first(smem, LISTED: tl.constexpr, in_bin, need, PARTS: tl.constexpr, THREADS: tl.constexpr):
     """Of the ``in_bin`` keys in the list from word LISTED on, mark the slots of the ``need`` least. A key's last 15
     bits are its slot. PARTS: threads for a key, each of which compares it with a part of the list."""
+    # Each part of the list gives a part of a key's rank.
     KEYS: tl.constexpr = THREADS // PARTS
     thread = tl.arange(0, THREADS)
     each = tl.cdiv(in_bin, 4 * PARTS) * 4
@@ -267,6 +282,7 @@ def _mark_listed(smem, source, bf16, need, in_bin, equal, SLOTS: tl.constexpr, T
     scores are read again and listed as keys of the bits that bf16 leaves open. Ties go in order of slots."""
     LISTED: tl.constexpr = histogram.WORDS + SLOTS // 16
     tl.static_assert(SLOTS <= 1 << 15 and SLOTS // 32 >= THREADS)
+    # Slots that share the bf16, in any order.
     set_bits.append(smem, equal, tl.arange(0, SLOTS // 32) * 32, LISTED)
     tl.debug_barrier()
     position = tl.arange(0, THREADS)
@@ -279,12 +295,14 @@ def _mark_listed(smem, source, bf16, need, in_bin, equal, SLOTS: tl.constexpr, T
     keys = tl.where(valid, (distance << 15) | slot, -1)
     histogram.store_one(smem, LISTED + position, keys)
     tl.debug_barrier()
+    # A rank takes so many comparisons a thread: with fewer keys more threads share one.
     if in_bin <= THREADS // 4:
         _mark_first(smem, LISTED, in_bin, need, 4, THREADS)
     elif in_bin <= THREADS // 2:
         _mark_first(smem, LISTED, in_bin, need, 2, THREADS)
     else:
         _mark_first(smem, LISTED, in_bin, need, 1, THREADS)
+    # The list is empty again.
     histogram.store_one(smem, tl.full([], histogram.LENGTH, tl.int32), tl.full([], 0, tl.int32))
     tl.debug_barrier()
 
@@ -296,6 +314,7 @@ def marked_bitmask(
     """uint32 [SLOTS / 32]: a bit for each slot marked as above, and for the ``need`` highest of the ``in_bin`` slots
     that share a bf16, the first ones among equals. Of the source's scores those in [first, end) count."""
     above, equal = compact.bitmasks_of_marks(smem, SLOTS)
+    # All, or few enough to rank, or more than that.
     if in_bin <= need:
         above |= tl.where(in_bin > 0, equal, 0)
     elif in_bin <= THREADS:

@@ -20,10 +20,12 @@ def store_above_and_equal(out, above, equal, columns, need, above_before, equal_
 
     At most 32768 scores, and fewer of them above. THREADS: the CTA's threads where any of them may store, else 0.
     """
+    # Two counts in the halves of a word go through one scan.
     marks = (above.to(tl.int32) << 16) | equal.to(tl.int32)
     in_line = tl.sum(marks, 1)
     rank = tl.cumsum(marks, 1) + (tl.cumsum(in_line, 0) - in_line)[:, None]
     equal_rank = (rank & 0xFFFF) + equal_before
+    # Behind all above, and behind those equal ones before it that are taken.
     position = (rank >> 16) + above_before + tl.minimum(equal_rank, need) - 1
     chosen = above | (equal & (equal_rank <= need))
     if THREADS > 0:
@@ -111,6 +113,7 @@ def _nibbles(marks):
 @triton.jit
 def _word_of_marks(low, high):
     """Eight bytes -> a word, uint32. The lower half of each byte counts."""
+    # Eight halves of bytes move together, by steps of 4 and 8 bits.
     low, high = low & 0x0F0F0F0F, high & 0x0F0F0F0F
     low, high = (low | (low >> 4)) & 0x00FF00FF, (high | (high >> 4)) & 0x00FF00FF
     low, high = (low | (low >> 8)) & 0xFFFF, (high | (high >> 8)) & 0xFFFF
@@ -120,6 +123,7 @@ def _word_of_marks(low, high):
 @triton.jit
 def first_set_bits(bitmask, need):
     """The first ``need`` of the set bits of ``bitmask``, or all where there are fewer."""
+    # Each word's share of ``need``; then the bit up to which the word has that many.
     counts = popcount(bitmask)
     wanted = tl.maximum(need - (tl.cumsum(counts, 0) - counts), 0)
     ends = tl.zeros_like(wanted)
@@ -195,11 +199,13 @@ def store_bitmask_coalesced(
     STAGED: tl.constexpr = histogram.WORDS + SLOTS // 4
     bitmask, position, _, _ = scan_bitmask(bitmask)
     begin = output.begin(output_map)
+    # As much at a time as shared memory holds.
     for first in range(0, count, STAGED):
         here = tl.minimum(count - first, STAGED)
         tl.debug_barrier()
         set_bits.stage(smem, bitmask, position - first, word_base, here)
         tl.debug_barrier()
+        # Threads side by side store values side by side.
         for at in range(0, here, 4 * THREADS):
             slot = at + tl.arange(0, 4 * THREADS)
             value = histogram.load_one(smem, tl.minimum(slot, STAGED - 1))
@@ -224,10 +230,12 @@ def store_unordered(out, smem, columns, keys, cutoff, at_cutoff, below, k, word_
     """Store those of ``columns``, which come in any order, whose keys are at or below ``cutoff``: ``at_cutoff`` keys.
     Where they are more than k, ``below`` keys lie below it, and of those equal to it the first are stored, k in all. A
     bit a column puts them in order. word_base: what is stored for the first bit of each word."""
+    # One bit a column, all zero.
     word = tl.arange(0, word_base.shape[0])
     tl.debug_barrier()
     histogram.store_one(smem, histogram.WORDS + word, word * 0)
     tl.debug_barrier()
+    # More equal the cutoff than are needed: set their bits, and keep the first.
     if at_cutoff > k:
         smem_list.set_bits(smem, columns, keys ^ cutoff, tl.full([], 0, tl.int32))
         tl.debug_barrier()
@@ -236,6 +244,7 @@ def store_unordered(out, smem, columns, keys, cutoff, at_cutoff, below, k, word_
         tl.debug_barrier()
         histogram.store_one(smem, histogram.WORDS + word, equal.to(tl.int32, bitcast=True))
         tl.debug_barrier()
+        # What is left to add lies below the cutoff.
         cutoff -= 1
     smem_list.set_bits(smem, columns, keys, cutoff)
     tl.debug_barrier()

@@ -62,6 +62,7 @@ def find_bin(smem, wanted, spare, THREADS: tl.constexpr):
     zero afterwards. THREADS: of the CTA; each looks through some bins.
     """
     tl.debug_barrier()
+    # Keys in each thread's bins, and in those before them.
     thread = tl.arange(0, THREADS)
     quads: tl.constexpr = histogram.BINS // (4 * THREADS)
     first = thread * (4 * quads)
@@ -91,6 +92,7 @@ def find_bin(smem, wanted, spare, THREADS: tl.constexpr):
     below = tl.where(further, below + a, below)
     word += tl.where(further, 1, 0)
     zero = tl.zeros([THREADS], tl.int32)
+    # Zero for the next count; then the thread that has the bin tells all others.
     for quad in tl.static_range(quads):
         histogram.store_four(smem, first + 4 * quad, zero, zero, zero, zero, zero + 1)
     histogram.store_four(smem, histogram.NOTE + zero, word, below, tl.where(further, b, a), zero, here.to(tl.int32))
@@ -149,15 +151,18 @@ def _narrow(smem, keys, k, enough, few, WINDOW_SHIFT: tl.constexpr, THREADS: tl.
     while going:
         histogram.count(smem, keys, base, shift)
         digit, more, in_bin = find_bin(smem, k - below, spare, THREADS)
+        # ``spare`` lies in the last bin: found there, the k-th lies behind the window.
         missed = in_bin >= SPARE
         windows -= 1
         at = base + (digit << shift)
+        # A second window where there may be one, else the leading digit of all keys.
         leading = missed & (shift != LEADING_SHIFT) & ((windows <= 0) | (_before(at, reach) == 0))
         all_below = missed & (shift == LEADING_SHIFT)
         below = tl.where(leading, 0, below + more)
         base = tl.where(leading, 0, tl.where(all_below, -1, at))
         in_bin = tl.where(all_below, 0, in_bin)
         spare = tl.where(missed, spare, 0)
+        # Found: a finer digit while the bin has more keys than it may.
         finer = (missed == 0) & (below + in_bin > enough) & (in_bin > few) & (shift > 0)
         going = finer | (missed & (all_below == 0))
         shift = tl.where(leading, LEADING_SHIFT, tl.where(finer, tl.maximum(shift - histogram.DIGIT_BITS, 0), shift))
@@ -171,6 +176,7 @@ def search(smem, keys, k, enough, THREADS: tl.constexpr):
     Returns (key, keys at or below it, keys below it, which is set only where more than ``enough`` are at or below it).
     """
     shift = tl.full([], LEADING_SHIFT, tl.int32)
+    # The leading digit of all keys, then finer ones of those that share the k-th's bin.
     histogram.count_leading(smem, keys)
     base, below, in_bin = _leading(smem, k, THREADS)
     while (below + in_bin > enough) & (shift > 0):
@@ -193,6 +199,7 @@ def search_windowed(smem, keys, k, enough, WINDOW_SHIFT: tl.constexpr, THREADS: 
 def _pick(smem, listed, wanted, THREADS: tl.constexpr):
     """Of the ``listed`` keys in the list, at most one a thread: (the wanted-th least, keys below it, keys equal to it).
     A thread compares its key with all others."""
+    # A thread has a key, and counts those below it and equal to it.
     position = tl.arange(0, THREADS)
     key = histogram.load_one(smem, histogram.WORDS + tl.minimum(position, listed - 1))
     mine = key.to(tl.uint32, bitcast=True)
@@ -204,6 +211,7 @@ def _pick(smem, listed, wanted, THREADS: tl.constexpr):
             marks += _compared(a, mine, at < listed) + _compared(b, mine, at + 1 < listed)
             marks += _compared(c, mine, at + 2 < listed) + _compared(d, mine, at + 3 < listed)
     below, equal = marks & 0xFFFF, marks >> 16
+    # Only the wanted key, or several equal ones, have the rank in between; any of them tells.
     here = (position < listed) & (below < wanted) & (below + equal >= wanted)
     histogram.store_four(smem, histogram.NOTE + position * 0, key, below, equal, position * 0, here.to(tl.int32))
     tl.debug_barrier()
@@ -229,6 +237,7 @@ def search_resident(smem, keys, k, LIST: tl.constexpr, WINDOW_SHIFT: tl.constexp
     3. Compare them with each other where they are few. Else count their further digits from the list.
     """
     tl.static_assert(keys.shape[0] >= 4 * THREADS)
+    # The list is empty. All threads see it behind a barrier of the search.
     histogram.store_one(smem, tl.full([], histogram.LENGTH, tl.int32), tl.full([], 0, tl.int32))
     base, shift, below, in_bin = _narrow(smem, keys, k, k, LIST, WINDOW_SHIFT, THREADS)
     if (below + in_bin > k) & (shift > 0):
@@ -239,6 +248,7 @@ def search_resident(smem, keys, k, LIST: tl.constexpr, WINDOW_SHIFT: tl.constexp
             base, more, in_bin = _pick(smem, listed, k - below, THREADS)
             below += more
             shift = tl.full([], 0, tl.int32)
+        # Still too many: further digits, out of the list.
         while (below + in_bin > k) & (shift > 0):
             shift = tl.maximum(shift - histogram.DIGIT_BITS, 0)
             for first in range(0, listed, 2 * THREADS):

@@ -30,6 +30,7 @@ def key_of(score):
 @triton.jit
 def _count(scores, first, second, third):
     """How many scores lie at or above each of three keys. There are fewer than 65536 scores."""
+    # Three counts in one int64: 16 bits, 16 bits and the rest.
     passed = tl.where(scores >= score_of(second), 0x10001, (scores >= score_of(first)).to(tl.int32)).to(tl.int64)
     passed = tl.sum(passed | ((scores >= score_of(third)).to(tl.int64) << 32))
     return (passed & 0xFFFF).to(tl.int32), ((passed >> 16) & 0xFFFF).to(tl.int32), (passed >> 32).to(tl.int32)
@@ -62,6 +63,7 @@ def search(scores, key2, key3, k, enough):
     """
     low = tl.full([], LOWEST, tl.int64)
     high = tl.full([], BEYOND, tl.int64)
+    # First the keys that the caller knows.
     at_low, at2, at3 = _count(scores, low, key2, key3)
     low, high, at_low, at_high = _narrow(low, high, at_low, 0, low, key2, key3, at_low, at2, at3, k)
     # The k-th score most likely lies within a few octaves of the largest.
@@ -69,6 +71,7 @@ def search(scores, key2, key3, k, enough):
     key1 = tl.minimum(tl.maximum(top - 8 * OCTAVE, low + 1), high)
     key2 = tl.minimum(tl.maximum(top - 2 * OCTAVE, key1), high)
     key3 = tl.minimum(tl.maximum(top - OCTAVE // 2, key2), high)
+    # low keeps at least k scores at or above it, high keeps fewer.
     while (at_low > enough) & (high - low > 1):
         at1, at2, at3 = _count(scores, key1, key2, key3)
         low, high, at_low, at_high = _narrow(low, high, at_low, at_high, key1, key2, key3, at1, at2, at3, k)
@@ -83,6 +86,7 @@ def _count_in_row(source, length, first, second, third, CHUNK: tl.constexpr):
     tile = tl.arange(0, CHUNK // WIDE)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
     passed1 = tl.zeros([WIDE], tl.int32)
     passed2 = tl.zeros([WIDE], tl.int32)
+    # Counts by column: one reduction over the row at the end.
     passed3 = tl.zeros([WIDE], tl.int32)
     for base in range(0, length, CHUNK):
         scores = tl.load(source + base + tile, mask=tile < length - base, other=float("-inf"))

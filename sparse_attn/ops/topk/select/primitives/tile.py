@@ -37,6 +37,7 @@ def load(row_ptr, columns, start, end, ALIGNED: tl.constexpr):
     ALIGNED: the row starts at a multiple of 16 bytes and can be read up to the next multiple of 4 columns. Then four
     columns are one load.
     """
+    # Unsigned: one comparison for both ends.
     inside = (columns - start).to(tl.uint32, bitcast=True) < (end - start).to(tl.uint32)
     if ALIGNED:
         whole = (columns >= (start // 4) * 4) & (columns < ((end + 3) // 4) * 4)
