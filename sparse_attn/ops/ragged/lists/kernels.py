@@ -37,7 +37,9 @@ def _entries(
             keep = keep & (local < limit)
     else:
         local = first + columns
+    # A row of no known request keeps nothing.
     keep = keep & known
+    # Entries are positions of a request: find the cache slot of each.
     if HAS_TABLE:
         block = tl.where(keep, local, 0) // BLOCK_SIZE
         column = block % max_blocks if RING else block
@@ -46,6 +48,7 @@ def _entries(
         keep = keep & (block_id >= 0)
         value = block_id.to(tl.int64) * BLOCK_SIZE + (local - block * BLOCK_SIZE)
         keep = keep & (value <= INT32_MAX)
+    # Entries are rows: add the row's offset.
     else:
         value = local.to(tl.int64) + offset
         keep = keep & (value >= 0) & (value <= last_row)
@@ -54,6 +57,7 @@ def _entries(
 
 @triton.jit
 def _quarters(keep, BLOCK: tl.constexpr):
+    # A quarter's count is a field of 16 bits.
     """How many columns each quarter of a block keeps, 16 bits a quarter, so that one scan ranks them all. Given for
     each column of the quarters, and in all."""
     kept = tl.sum(tl.reshape(keep.to(tl.int64), [4, BLOCK // 4]) << (16 * tl.arange(0, 4))[:, None], 0)
@@ -62,12 +66,14 @@ def _quarters(keep, BLOCK: tl.constexpr):
 
 @triton.jit
 def _kept(quarters):
+    # The product's highest field is the sum of all four.
     return ((quarters * ALL_QUARTERS) >> 48).to(tl.int32)
 
 
 @triton.jit
 def _rank(kept, quarters, BLOCK: tl.constexpr):
     """Place of each kept column among the kept columns of its block."""
+    # Multiplying adds each quarter's count to the fields of later quarters.
     through = tl.cumsum(kept, 0) + quarters * EARLIER_QUARTERS
     rank = (through[None, :] >> (16 * tl.arange(0, 4))[:, None]).to(tl.int32) & 0xFFFF
     return tl.reshape(rank, [BLOCK]) - 1
@@ -78,6 +84,7 @@ def _count_rest(
     count, dense, first, length, limit, offset, known, table_row, last_row, max_blocks, stride_column,
     BLOCK_SIZE: tl.constexpr, HAS_DENSE: tl.constexpr, HAS_TABLE: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # What lies behind the first block is loaded twice: here to be counted, later to be written.
     for start in range(BLOCK, length, BLOCK):
         value, keep = _entries(
             dense, first, length, limit, offset, known, table_row, start + tl.arange(0, BLOCK), last_row, max_blocks,
@@ -109,20 +116,24 @@ def _rows_before(states, row, LOOKBACK: tl.constexpr):
     total = tl.full([], 0, tl.int64)
     nearest = row - 1
     while nearest >= 0:
+        # Look at LOOKBACK rows at once. An atomic addition of 0 reads past the L1.
         rows = nearest - tl.arange(0, LOOKBACK)
         real = rows >= 0
         state = tl.atomic_add(
             states + tl.where(real, rows, 0), tl.zeros([LOOKBACK], tl.int64), mask=real, sem="relaxed"
         )
+        # 0: not known yet, 1: the row's own count, 2: the total up to it. Rows before the first count as totals.
         kind = tl.where(real, state >> 32, 2)
         while tl.min(kind, 0) == 0:
             state = tl.atomic_add(
                 states + tl.where(real, rows, 0), tl.zeros([LOOKBACK], tl.int64), mask=real, sem="relaxed"
             )
             kind = tl.where(real, state >> 32, 2)
+        # Sum own counts up to the nearest total, which covers all rows before it.
         stop = tl.min(tl.where(kind == 2, tl.arange(0, LOOKBACK), LOOKBACK), 0)
         counted = real & (tl.arange(0, LOOKBACK) <= stop)
         total += tl.sum(tl.where(counted, state & 0xFFFFFFFF, 0), 0)
+        # No total among these: go on behind them.
         nearest = tl.where(stop < LOOKBACK, -1, nearest - LOOKBACK)
     return total
 
@@ -175,10 +186,12 @@ def pack_rows(
     states = counters + 2
     pdl.wait(PDL)
     row = tl.program_id(0)
+    # More rows than run at once: a ticket, so that every row before has started.
     if tokens > resident:
         row = tl.atomic_add(counters, 1, sem="relaxed").to(tl.int32)
     row64 = row.to(tl.int64)
 
+    # How many entries a row lists, and where they end.
     length = width
     limit = None
     if lengths is not None:
@@ -190,6 +203,7 @@ def pack_rows(
     offset = tl.full([], 0, tl.int64)
     if row_offsets is not None:
         offset = tl.load(row_offsets + row64 * stride_offsets_token).to(tl.int64)
+    # The request decides which table translates positions into slots.
     known = tl.full([], 1, tl.int1)
     table_row = block_table
     if block_table is not None:
@@ -201,6 +215,7 @@ def pack_rows(
     first = tl.full([], 0, tl.int32)
     seen = tl.full([], 0, tl.int32)
     window_offset = tl.full([], 0, tl.int64)
+    # The window: positions from ``first`` on, ``seen`` of them.
     if positions is not None:
         position = tl.load(positions + row64 * stride_positions_token)
         known = known & (position >= 0)
@@ -239,6 +254,7 @@ def pack_rows(
             False, HAS_TABLE, True, BLOCK,
         )  # fmt: skip
 
+    # Tell others this row's count as soon as it is known.
     if tokens > resident:
         tl.atomic_xchg(states + row, count.to(tl.int64) + COUNT, sem="relaxed")
     else:
@@ -247,6 +263,7 @@ def pack_rows(
         rank = _rank(kept, quarters, BLOCK)
     if positions is not None:
         window_rank = _rank(window_kept, window_quarters, BLOCK)
+    # The total before this row, by which its place is known. With tickets later rows read the total up to it.
     if tokens > resident:
         before = _rows_before(states, row, LOOKBACK)
         tl.atomic_xchg(states + row, before + count + TOTAL, sem="relaxed")
@@ -254,12 +271,14 @@ def pack_rows(
         before = packing.told_by_rows_before(states, row)
     packing.store_bounds(indptr, row, tokens, before, count)
 
+    # Entries first, from registers; then what lay behind the first block.
     if HAS_ENTRIES:
         tl.store(indices + before + rank, value, mask=keep)
         _write_rest(
             indices, before + held, source, 0, length, limit, offset, known, table_row, last_row, max_blocks,
             stride_dense_column, BLOCK_SIZE, HAS_DENSE, HAS_TABLE, False, BLOCK,
         )  # fmt: skip
+    # The window goes behind all entries of the row.
     if positions is not None:
         place = before + entries
         tl.store(indices + place + window_rank, key, mask=inside)
@@ -270,6 +289,7 @@ def pack_rows(
 
     packing.clear_unused(indices, row, tokens, before, count, width + window, BLOCK)
 
+    # The last program to finish clears tickets and states.
     if tokens > resident:
         finished = tl.atomic_add(counters + 1, 1, sem="acq_rel")
         if finished == tokens - 1:
