@@ -85,8 +85,8 @@ def result_layout(rows, exact):
 
 @gluon.jit
 def _span(tiles, unit, units):
-    """(expert, first sorted row of the tile's, end of the expert's) of a unit, of the last one behind it. There must
-    be one."""
+    """(expert, its first sorted row in the tile, the end of its rows) of a unit. A unit behind the last one gives the
+    last one's. There must be one."""
     at = tiles.spans + gl.minimum(unit, units - 1) // tiles.outputs * 3
     return gl.load(at), gl.load(at + 1), gl.load(at + 2)
 
@@ -104,10 +104,12 @@ def _producer(shared, codes, x, scales, tiles):
     OF_ROWS: gl.constexpr = ROWS * STEP * x.dtype.primitive_bitwidth // 8
     FLAT: gl.constexpr = shared.scales.layout
     ring = reinterpret(shared.scales, gl.int64, [STAGES, 2 * BOX * CONSUMERS], FLAT)
+    # PDL: rows and spans are launches' before.
     wait()
     stage, phase = 0, 0
     units = gl.load(tiles.count) * tiles.outputs
     if gl.program_id(0) < units:
+        # The first step's scales have memory of their own; each later one's come with the step before.
         next_expert, next_row, next_end = _span(tiles, gl.program_id(0), units)
         first = _first_output(tiles, gl.program_id(0))
         pointers = scale_pointers(scales, tiles, next_expert, first)
@@ -117,13 +119,17 @@ def _producer(shared, codes, x, scales, tiles):
             expert, row, end = next_expert, next_row, next_end
             next_unit = unit + gl.num_programs(0)
             next_expert, next_row, next_end = _span(tiles, next_unit, units)
+            # The next tile is known a tile ahead, for its first scales.
             first, next_first = _first_output(tiles, unit), _first_output(tiles, next_unit)
             boxes = gl.minimum((end - row + ROWS - 1) // ROWS, BOXES)  # those behind have no rows of the expert's
             for group in range(0, tiles.groups, 8):
+                # Both consumers have read the stage.
                 mbarrier.wait(shared.empty.index(stage), phase ^ 1)
                 full = shared.full.index(stage)
+                # A tile with fewer rows brings fewer boxes, and its barrier expects fewer bytes.
                 for n in gl.static_range(1, BOXES + 1):
                     mbarrier.expect(full, OF_CODES + n * OF_ROWS, pred=boxes == n)
+                # Codes of both boxes of outputs, a consumer's half of each.
                 column, word = group * 32, group * 4
                 tma_load(codes, [expert, first, word], full, shared.codes.index(2 * stage))
                 tma_load(codes, [expert, first + tiles.second, word], full, shared.codes.index(2 * stage + 1))
@@ -134,6 +140,7 @@ def _producer(shared, codes, x, scales, tiles):
                 pointers += 1
                 if group + 8 == tiles.groups:  # behind this step comes the next tile's first
                     pointers = scale_pointers(scales, tiles, next_expert, next_first)
+                # Eight scales of each output: of the next step, with this one's codes.
                 async_load(ring.index(stage), pointers)
                 async_copy.mbarrier_arrive(full, increment_count=False)
                 stage, phase = next_stage(stage, phase, STAGES)
@@ -148,6 +155,7 @@ def _work(shared, tiles, output, units, which: gl.constexpr):
     RESULT: gl.constexpr = result_layout(BLOCK_M, EXACT)
     none = gl.zeros([2 * BOX, BLOCK_M], gl.float32, RESULT)
     stage, phase = 0, 0
+    # The first step's tables; later ones are made while products run.
     mbarrier.wait(shared.first_full, 0)
     tables, more_tables, left = tables_of(read_scales(shared.first_scales.index(which)), EXACT, RESULT)
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
@@ -156,8 +164,10 @@ def _work(shared, tiles, output, units, which: gl.constexpr):
         for _ in range(0, tiles.groups, 8):
             x, more_x = shared.x.index(2 * stage).permute((1, 0)), shared.x.index(2 * stage + 1).permute((1, 0))
             mbarrier.wait(shared.full.index(stage), phase)
+            # Out of shared memory at once: words of this step, scales of the next.
             words, more_words = read_words(shared, stage, which)
             ahead = read_scales(shared.scales.index(stage * CONSUMERS + which))
+            # The first half is multiplied while the second is decoded.
             weight = decode_operand(words, tables, None, EXACT, RESULT)
             product = warpgroup_mma(weight, x, sums if EXACT else none, use_acc=EXACT, is_async=True)
             if EXACT and BLOCK_M == 32:  # registers hold one half's operand
@@ -166,13 +176,16 @@ def _work(shared, tiles, output, units, which: gl.constexpr):
             weight = decode_operand(more_words, more_tables, zero, EXACT, RESULT)
             product = warpgroup_mma(weight, more_x, product, is_async=True)
             keep_order(units)
+            # The next step's tables, beside this step's products.
             tables, more_tables, next_left = tables_of(ahead, EXACT, RESULT)
             keep_order(units)
             product = warpgroup_mma_wait(0, deps=(product,))
+            # Codes were decoded relative to the highest scale of eight groups: apply it in fp32.
             sums = product if EXACT else sums + product * gl.expand_dims(left, 1)
             signal(shared.empty.index(stage))
             left = next_left
             stage, phase = next_stage(stage, phase, STAGES)
+        # All columns are added up: gate or weigh, and store.
         first = _first_output(tiles, unit) + which * BOX
         if BLOCK_M == 128:  # what brings all of them in order would not fit into shared memory
             some, others = halves(sums)
@@ -232,6 +245,7 @@ def multiply(
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
     )
+    # 32 lanes arrive with their copies of scales; the other arrival is TMA's.
     mbarrier.init(shared.first_full, count=32)
     for i in gl.static_range(STAGES):
         mbarrier.init(shared.full.index(i), count=1 + 32)

@@ -46,6 +46,7 @@ class Scales:
 @gluon.jit
 def scale_pointers(scales, tiles, expert, first):
     """Pointers [64 * CONSUMERS] to the first eight scales of all outputs of a tile, in the order of products' rows."""
+    # Of 16 rows of a product eight are of the first box, eight of the second.
     m = gl.arange(0, 2 * BOX * CONSUMERS, COPIED)
     own = m // (2 * BOX) * BOX + m // 8 % 2 * tiles.second  # a consumer's, a box's
     own += m % (2 * BOX) // 16 * 8 + m % 2 * 4 + m % 8 // 2
@@ -73,6 +74,7 @@ def _part(shared, box, which: gl.constexpr):
 def read_words(shared, stage, which: gl.constexpr):
     """Words of both halves of a stage's columns of a consumer's outputs, [64, 4, 4] each, in the order of a product's
     rows."""
+    # Boxes take turns by eight outputs; then the halves of the columns come apart.
     both = gl.join(_part(shared, 2 * stage, which), _part(shared, 2 * stage + 1, which))
     first, second = gl.split(gl.permute(both, (0, 4, 1, 3, 2)))
     first, second = gl.reshape(first, [2 * BOX, 4, 4]), gl.reshape(second, [2 * BOX, 4, 4])
@@ -90,6 +92,7 @@ def tables_of(scales, EXACT: gl.constexpr, RESULT: gl.constexpr):
         tables, more_tables = (first, first), (second, second)
         left = gl.zeros([2 * BOX], gl.float32, gl.SliceLayout(1, GROUPS))
     else:
+        # e4m3 holds a group's scale relative to the highest of eight.
         top = gl.max(gl.maximum(first, second), 1)
         tables, more_tables = _magnitudes(first, top), _magnitudes(second, top)
         power = decode_exponent(top)

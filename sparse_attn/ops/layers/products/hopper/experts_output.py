@@ -33,6 +33,7 @@ class Output:
 @gluon.jit
 def _parts(sums):
     """(first, second) [BOX, BLOCK_M] of a product's sums, outputs in their order."""
+    # Outputs 0, 4, 1, 5, ... back in order, and both boxes apart.
     sums = gl.permute(gl.reshape(sums, [BOX // 8, 2, 2, 2, 2, sums.shape[1]]), (0, 4, 2, 3, 5, 1))
     first, second = gl.split(sums)
     return gl.reshape(first, [BOX, sums.shape[4]]), gl.reshape(second, [BOX, sums.shape[4]])
@@ -59,6 +60,7 @@ def _rows(row, end, output, BLOCK_M: gl.constexpr):
     ROWS: gl.constexpr = gl.SliceLayout(1, rows_layout(output.PLACED))
     at = row + gl.arange(0, BLOCK_M, ROWS)
     inside = at < end
+    # Gated rows stay in sorted order; others go to the row itself, times the token's weight.
     if output.GATED:
         to, factor = at, gl.zeros([BLOCK_M], gl.float32, ROWS)
     else:
@@ -91,6 +93,7 @@ def finish(sums, row, end, output, column):
     BLOCK_M: gl.constexpr = sums.shape[1]
     rows = _rows(row, end, output, BLOCK_M)
     if output.GATED:
+        # The row's scale has to come before silu, which is not linear.
         if output.SCALED:
             at = row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, sums.type.layout))
             sums *= gl.expand_dims(gl.load(output.row_scales + at, mask=at < end, other=0.0), 0)

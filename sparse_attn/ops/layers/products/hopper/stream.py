@@ -71,7 +71,8 @@ def begin_of(run, cta):
 
 @gluon.jit
 def cta_of(run, step):
-    """Whose step it is."""
+    """The CTA that has ``step``."""
+    # The first ``more`` CTAs have one step above ``each``.
     longer = run.more * (run.each + 1)
     behind = run.more + (step - longer) // gl.maximum(run.each, 1)
     return gl.where(step < longer, step // (run.each + 1), behind)
@@ -81,6 +82,7 @@ def cta_of(run, step):
 def _load_codes(shared, codes, run, step, stage):
     BLOCK_N: gl.constexpr = shared.codes.shape[1]
     WIDTH: gl.constexpr = shared.codes.shape[2]  # words of a step
+    # Codes and rows of a step complete one barrier.
     full = shared.full.index(stage)
     mbarrier.expect(full, BLOCK_N * BLOCK_K + shared.rows.shape[1] * BLOCK_K * 2)
     tile = step // run.steps
@@ -100,11 +102,13 @@ def producer(shared, codes, rows, run):
     STAGES: gl.constexpr = shared.codes.shape[0]
     early = gl.where(run.end - run.begin >= LONG_RUN, STAGES, (STAGES + 1) // 2)
     first = gl.minimum(run.end, run.begin + early)
+    # A weight is no launch's output: its codes may be asked for before the wait.
     for step in range(run.begin, first):
         _load_codes(shared, codes, run, step, step - run.begin)
     wait()
     for step in range(run.begin, first):
         _load_rows(shared, rows, run, step, step - run.begin)
+    # The ring is full so far; from here on a stage has to be emptied first.
     stage, phase = early % STAGES, early // STAGES
     for step in range(first, run.end):
         mbarrier.wait(shared.empty.index(stage), phase ^ 1)
@@ -129,6 +133,7 @@ def prepare(codes, x, outputs, steps, STAGES: gl.constexpr):
         mbarrier.init(shared.empty.index(i), count=BLOCK_N // OUTPUTS)
     fence_async_shared()
     barrier()
+    # All steps of all tiles, in runs that differ by one step at most.
     cta, ctas = gl.program_id(0), gl.num_programs(0)
     all_steps = (outputs + BLOCK_N - 1) // BLOCK_N * steps
     each = all_steps // ctas
@@ -158,6 +163,7 @@ def _add_partials(run, tile, partials, size, first, last, ORDER: gl.constexpr, T
     sums = gl.zeros(partials.shape, gl.float32, ORDER)
     begin = tile * run.steps
     for cta in range(first, last + 1, TOGETHER):
+        # Loads of TOGETHER CTAs are under way together; they are added in the order of the CTAs.
         got = ()
         for n in gl.static_range(TOGETHER):
             second = (begin_of(run, cta + n) < begin).to(gl.int64)  # it began in a tile before
@@ -178,21 +184,26 @@ def finish(sums, run, output, tile, which: gl.constexpr, BLOCK_N: gl.constexpr, 
     BLOCK_M: gl.constexpr = sums.shape[1]
     RESULT: gl.constexpr = sums.type.layout
     SIZE: gl.constexpr = BLOCK_M * BLOCK_N
+    # Whether the run has all steps of the tile.
     whole = (run.begin <= tile * run.steps) & (run.end >= tile * run.steps + run.steps)
     if not whole:
+        # As threads hold them, so that a partial is stored and read in 16 bytes a thread.
         values = _in_register_order(sums)
         ORDER: gl.constexpr = values.type.layout
         partials = output.partials + which * OUTPUTS * BLOCK_M + gl.arange(0, OUTPUTS * BLOCK_M, ORDER)
+        # A run may end one tile and begin another: two slots a CTA.
         second = (run.begin < tile * run.steps).to(gl.int64)
         gl.store(partials + (gl.program_id(0).to(gl.int64) * 2 + second) * SIZE, values)
         barrier()  # all of the warpgroup's partials are there before it says so
         first, last = cta_of(run, tile * run.steps), cta_of(run, tile * run.steps + run.steps - 1)
         arrival = output.arrivals + tile * CONSUMERS + which
+        # The last to arrive adds up all partials, its own too; acq_rel orders the others' stores before its loads.
         if gl.atomic_add(arrival, 1, sem="acq_rel") == last - first:
             gl.store(arrival, 0)
             values = _add_partials(run, tile, partials, SIZE, first, last, ORDER, output.TOGETHER)
             sums = _from_register_order(values, BLOCK_M, RESULT)
             whole = True
+    # Bits of an output's number back in order, then rows of the result for stores of neighbours.
     if whole:
         result = gl.reshape(cast.cast(sums, gl.bfloat16), [OUTPUTS // 8, 2, 2, 2, BLOCK_M])
         ordered = gl.permute(result, (0, IN_ORDER[0], IN_ORDER[1], IN_ORDER[2], 4))

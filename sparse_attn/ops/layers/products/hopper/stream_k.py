@@ -76,6 +76,7 @@ def _operand(words):
 @gluon.jit
 def _nan_flags(words):
     """int32 [OUTPUTS, 4]: bit 7 of a byte where a lane has a NaN of an output."""
+    # Of all codes only those of NaN, 0x7F and 0xFF, carry into bit 7.
     each = (words & 0x7F7F7F7F) + 0x01010101
     each = gl.permute(gl.reshape(each, [OUTPUTS, 2, 4, 2, 2]), (0, 2, 1, 3, 4))  # a lane's words behind each other
     one, other = gl.split(each)
@@ -90,13 +91,16 @@ def _consumer(shared, scales, output, run, which: gl.constexpr):
     STAGES: gl.constexpr = shared.codes.shape[0]
     BLOCK_N: gl.constexpr = shared.codes.shape[1]
     BLOCK_M: gl.constexpr = shared.rows.shape[1]
+    # PDL: rows and scales may be the launch before's.
     wait()
     launch_dependents()
     own = which * OUTPUTS + _outputs()
     stage, phase = 0, 0
+    # The run's tiles, of which the first and the last may be shared.
     for tile in range(run.begin // run.steps, (run.end + run.steps - 1) // run.steps):
         begin = gl.maximum(run.begin - tile * run.steps, 0)
         end = gl.minimum(run.end - tile * run.steps, run.steps)
+        # Each output's row of scales; outputs behind the last read that one's.
         out_column = tile * BLOCK_N + own
         scale_row = (gl.minimum(out_column, output.outputs - 1) + scales.first_row) // scales.BLOCK_ROWS
         scale_rows = scales.values + scale_row.to(gl.int64) * scales.stride
@@ -104,16 +108,20 @@ def _consumer(shared, scales, output, run, which: gl.constexpr):
         sums = gl.zeros([OUTPUTS, BLOCK_M], gl.float32, RESULT)
         flags = gl.zeros([OUTPUTS, 4], gl.int32, FLAGS)
         for step in range(begin, end):
+            # The next step's scale is on its way.
             scale = decode_scale(ahead, scales.E8M0)
             ahead = gl.load(scale_rows + gl.minimum(step + 1, end - 1) * BLOCK_K // scales.BLOCK_COLUMNS)
             mbarrier.wait(shared.full.index(stage), phase)
+            # Codes and rows are in registers: the stage is free.
             words = shared.codes.index(stage).slice(which * OUTPUTS, OUTPUTS, dim=0).load(WORDS)
             rows = shared.rows.index(stage).permute((1, 0)).load(ROWS)
             signal(shared.empty.index(stage))
             stage, phase = next_stage(stage, phase, STAGES)
+            # DECODE makes 480 of NaN: remember which outputs have one.
             flags |= _nan_flags(words)
             product = mma_v2(_operand(words), rows, gl.zeros([OUTPUTS, BLOCK_M], gl.float32, RESULT))
             sums += product * gl.expand_dims(scale, 1)
+        # Four lanes have seen an output's codes: any NaN makes it NaN.
         with_nan = gl.max(gl.where((flags & NAN_FLAGS) != 0, 1, 0), 1) > 0
         with_nan = gl.reshape(gl.permute(gl.reshape(with_nan, [OUTPUTS // 8, 2, 4]), (0, 2, 1)), [OUTPUTS])
         with_nan = gl.convert_layout(with_nan, OUTPUT)

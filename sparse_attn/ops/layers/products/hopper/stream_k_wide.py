@@ -70,13 +70,16 @@ def _consumer(shared, scales, output, run, which: gl.constexpr):
     BLOCK_N: gl.constexpr = shared.codes.shape[1]
     BLOCK_M: gl.constexpr = shared.rows.shape[1]
     RESULT: gl.constexpr = result_layout(BLOCK_M)
+    # PDL: rows and scales may be the launch before's.
     wait()
     launch_dependents()
     own = which * OUTPUTS + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, RESULT))
     stage, phase = 0, 0
+    # The run's tiles, of which the first and the last may be shared.
     for tile in range(run.begin // run.steps, (run.end + run.steps - 1) // run.steps):
         begin = gl.maximum(run.begin - tile * run.steps, 0)
         end = gl.minimum(run.end - tile * run.steps, run.steps)
+        # Each output's row of scales; outputs behind the last read that one's.
         out_column = tile * BLOCK_N + own
         scale_row = (gl.minimum(out_column, output.outputs - 1) + scales.first_row) // scales.BLOCK_ROWS
         scale_rows = scales.values + scale_row.to(gl.int64) * scales.stride
@@ -84,9 +87,11 @@ def _consumer(shared, scales, output, run, which: gl.constexpr):
         sums = gl.zeros([OUTPUTS, BLOCK_M], gl.float32, RESULT)
         flags = gl.zeros([OUTPUTS, 4], gl.int32, FLAGS)
         for step in range(begin, end):
+            # The next step's scale is on its way.
             scale = decode_scale(ahead, scales.E8M0)
             ahead = gl.load(scale_rows + gl.minimum(step + 1, end - 1) * BLOCK_K // scales.BLOCK_COLUMNS)
             mbarrier.wait(shared.full.index(stage), phase)
+            # The weight out of registers, rows out of shared memory.
             pairs = shared.codes.index(stage).slice(which * OUTPUTS, OUTPUTS, dim=0).load(PAIRS)
             values, nan = _operand(pairs, RESULT)
             product = warpgroup_mma(
@@ -94,10 +99,12 @@ def _consumer(shared, scales, output, run, which: gl.constexpr):
                 use_acc=False, is_async=True,
             )  # fmt: skip
             flags |= nan
+            # The matrix unit reads rows until it is done: only then is the stage free.
             product = warpgroup_mma_wait(0, deps=(product,))
             signal(shared.empty.index(stage))
             stage, phase = next_stage(stage, phase, STAGES)
             sums += product * gl.expand_dims(scale, 1)
+        # Four lanes have seen an output's codes: any NaN makes it NaN.
         with_nan = gl.max(gl.where((flags & FLAG) != 0, 1, 0), 1)
         with_nan = gl.convert_layout(with_nan, gl.SliceLayout(1, RESULT), assert_trivial=True)
         sums = gl.where(gl.expand_dims(with_nan, 1) > 0, float("nan"), sums)

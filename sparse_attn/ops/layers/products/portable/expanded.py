@@ -46,9 +46,11 @@ def expand(
     if CODES == "e4m3":
         values = decode_fp8(tl.load(source + at, mask=at < columns, other=0), False)
     else:
+        # Two codes a byte, side by side.
         at_byte = block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
         pairs = tl.load(source + at_byte, mask=at_byte < columns // 2, other=0).to(tl.int32)
         values = tl.reshape(tl.join(e2m1(pairs & 15), e2m1(pairs >> 4)), [BLOCK])
+    # A power of two: bf16 holds the product exactly.
     if E8M0:
         row = ((output + first_row) // BLOCK_ROWS).to(tl.int64)
         own = scales + group * stride_scales_group + row * stride_scales_row
@@ -87,6 +89,7 @@ def multiply(
 ):
     pdl.wait(PDL)
     group, first, end = tile_of(ends, stride_ends, rows, groups, tl.program_id(0), GROUPS_PADDED, BLOCK_M)
+    # There are as many tiles as any ends might need.
     if first >= end:
         return
     ONE_SCALE: tl.constexpr = BLOCK_ROWS % BLOCK_N == 0
@@ -96,6 +99,7 @@ def multiply(
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if group < groups:
         column, group64 = tl.arange(0, BLOCK_K), group.to(tl.int64)
+        # The row of scales of the tile, or of each output.
         own = tl.minimum(tl.maximum(output, 0), outputs - 1).to(tl.int64)  # others are read and not stored
         x_rows = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * stride_x_row
         weight_rows = expanded + (group64 * outputs + own)[None, :] * columns
@@ -105,6 +109,7 @@ def multiply(
             at = begin + column
             mine = tl.load(x_rows + at[None, :], mask=(at < columns)[None, :], other=0.0)
             values = tl.load(weight_rows + at[:, None], mask=(at < columns)[:, None], other=0.0)
+            # Values are scaled, or one scale block covers the step.
             if E8M0:
                 sums = cast.dot(mine, values, sums)
             else:

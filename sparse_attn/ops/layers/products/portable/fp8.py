@@ -19,6 +19,7 @@ from sparse_attn.ops.layers.products.portable.kernels import tile_of
 @triton.jit
 def _as_e4m3(nibbles):
     """Codes of e2m1, the lower four bits -> those of e4m3, int32."""
+    # e2m1's values of 1 and more have e4m3 codes four apart; 0 and 0.5 do not follow.
     magnitude = nibbles & 7
     return tl.where(magnitude < 2, magnitude * 0x30, 0x30 + 4 * magnitude) | ((nibbles & 8) << 4)
 
@@ -50,6 +51,7 @@ def quantise(
     at = group[:, None] * GROUP + column[None, :]
     source = x + (row * stride_row)[:, None] + at.to(tl.int64) * stride_column
     values = tl.load(source, mask=inside[:, None] & (at < columns), other=0.0)
+    # Infinities and NaN do not count for the scale.
     values, magnitudes = finite_or_nan(values.to(tl.float32))
     exponent = pow2_exponent(tl.max(magnitudes, 1))
     found = encode_scaled(values, exponent[:, None], FP8_CAST)
@@ -92,6 +94,7 @@ def multiply(
     pdl.wait(PDL)
     tile = tl.program_id(0)
     group, first, end = tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED, BLOCK_M)
+    # There are as many tiles as any ends might need.
     if first >= end:
         return
     ONE_SCALE: tl.constexpr = BLOCK_ROWS % BLOCK_N == 0
@@ -101,6 +104,7 @@ def multiply(
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if group < groups:
         steps, column = tl.cdiv(columns, BLOCK_K), tl.arange(0, BLOCK_K)
+        # What is outside is read elsewhere in bounds, and not stored.
         own = tl.minimum(tl.maximum(output, 0), outputs - 1).to(tl.int64)
         x_rows = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * tl.cdiv(columns, GROUP) * GROUP
         code_rows = codes + group.to(tl.int64) * stride_codes_group + own * stride_codes_row
@@ -110,6 +114,7 @@ def multiply(
         for step in range(steps):
             at = step * BLOCK_K + column
             mine = tl.load(x_rows + at[None, :])
+            # Codes come as [BLOCK_K, BLOCK_N], or are decoded and transposed.
             if CODES == "e4m3":
                 other: tl.constexpr = 0.0 if FP8_DOT else 0
                 values = tl.load(code_rows[None, :] + at[:, None], mask=(at < columns)[:, None], other=other)
@@ -123,9 +128,11 @@ def multiply(
                     values = values.to(tl.float8e4nv, bitcast=True)
             if FP8_DOT:
                 product = tl.dot(mine, values, out_dtype=tl.float32)
+            # Without fp8 units: e4m3 values are bf16 values.
             else:
                 mine, values = decode_fp8_bf16(mine, False), decode_fp8_bf16(values, False)
                 product = cast.dot(mine, values, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+            # Both scales are applied to the step's product.
             scale = tl.load(scale_rows + (step * BLOCK_K // BLOCK_COLUMNS) * stride_scales_column)
             row_scale, scale = tl.load(scale_of + step * BLOCK_K // GROUP), decode_scale(scale, E8M0)
             if ONE_SCALE:

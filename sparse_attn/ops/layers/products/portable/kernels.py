@@ -30,11 +30,13 @@ def tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED: tl.constexpr, 
     if ends is None:
         return tl.full([], 0, tl.int32), tile * BLOCK_M, rows
     else:
+        # An end below one before counts as that one: a running maximum.
         group = tl.arange(0, GROUPS_PADDED)
         last = tl.load(ends + group * stride_ends, mask=group < groups, other=2147483647)
         last = tl.associative_scan(tl.minimum(tl.maximum(last, 0), rows), 0, greater)
         before = tl.load(ends + (group - 1) * stride_ends, mask=(group > 0) & (group <= groups), other=0)
         before = tl.associative_scan(tl.minimum(tl.maximum(before, 0), rows), 0, greater)
+        # How many tiles each group needs; the tile is of the first group that reaches it.
         tiles = tl.where(group <= groups, tl.cdiv(last - before, BLOCK_M), 0)
         tiles_to = tl.cumsum(tiles, 0)
         found = tl.sum((tiles_to <= tile).to(tl.int32), 0)
@@ -47,6 +49,7 @@ def tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED: tl.constexpr, 
 def _e2m1(nibbles):
     """e2m1 codes, the lower four bits -> fp32."""
     magnitude = nibbles & 7
+    # 0 and 1 are 0 and 0.5; others have e2m1's exponent and mantissa at the places of fp32's.
     bits = tl.where(magnitude < 2, magnitude * 0x3F000000, (magnitude + 252) << 22)
     return (bits | ((nibbles & 8) << 28)).to(tl.float32, bitcast=True)
 
@@ -101,12 +104,14 @@ def grouped_linear(
     pdl.wait(PDL)
     tile = tl.program_id(0)
     group, first, end = tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED, BLOCK_M)
+    # There are as many tiles as any ends might need.
     if first >= end:
         return
     row = first + tl.arange(0, BLOCK_M)
     output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_inside, output_inside = row < end, output < outputs
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # Rows behind the last end are of no group: they stay 0.
     if group < groups:
         PER_BYTE: tl.constexpr = 2 if CODES == "e2m1" else 1
         column = tl.arange(0, BLOCK_K)
@@ -115,6 +120,7 @@ def grouped_linear(
         group64 = group.to(tl.int64)
         x_rows = x + row.to(tl.int64)[:, None] * stride_x_row
         code_rows = codes + group64 * stride_codes_group + output.to(tl.int64)[:, None] * stride_codes_row
+        # The row of scales of each output.
         if CODES != "plain":
             scale_rows = scales + group64 * stride_scales_group
             scale_rows += ((output + first_row) // BLOCK_ROWS).to(tl.int64) * stride_scales_row
@@ -129,6 +135,7 @@ def grouped_linear(
                 code_rows + at_code.to(tl.int64)[None, :] * stride_codes_column,
                 mask=output_inside[:, None] & (at_code < stored)[None, :], other=0,
             )  # fmt: skip
+            # Several scale blocks a step: the scale of each value.
             if SCALED_VALUES:
                 SCALES: tl.constexpr = BLOCK_K // BLOCK_COLUMNS
                 at_scale = begin // BLOCK_COLUMNS + tl.arange(0, SCALES)
@@ -141,6 +148,7 @@ def grouped_linear(
                 values = decode_fp8(values, False)
                 if SCALED_VALUES:
                     values *= scale
+            # Two codes a byte, side by side.
             elif CODES == "e2m1":
                 low, high = _e2m1(values.to(tl.int32) & 15), _e2m1(values.to(tl.int32) >> 4)
                 if SCALED_VALUES:
@@ -150,6 +158,7 @@ def grouped_linear(
             values = tl.trans(cast.convert(values, x.dtype.element_ty))
             if CODES == "plain" or SCALED_VALUES:
                 sums = cast.dot(mine, values, sums)
+            # One scale block a step: its product is scaled in fp32.
             else:
                 product = cast.dot(mine, values, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
                 source = scale_rows + (begin // BLOCK_COLUMNS) * stride_scales_column

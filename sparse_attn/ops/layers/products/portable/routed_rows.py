@@ -33,10 +33,12 @@ def order_rows(
     at = tl.arange(0, BLOCK)
     first = tl.zeros([], tl.int32)
     count = tl.zeros([], tl.int32)
+    # Count rows of experts before, where this one's begin, and its own.
     for begin in range(0, rows, BLOCK):
         some = tl.load(ids + begin + at, mask=begin + at < rows, other=-1)
         first += tl.sum(((some >= 0) & (some < expert)).to(tl.int32), 0)
         count += tl.sum((some == expert).to(tl.int32), 0)
+    # Place this expert's rows, in their order.
     to = first
     for begin in range(0, rows, BLOCK):
         mine = tl.load(ids + begin + at, mask=begin + at < rows, other=-1) == expert
@@ -47,6 +49,7 @@ def order_rows(
         to += tl.sum(mine.to(tl.int32), 0)
     if ends is not None:
         tl.store(ends + expert, to)
+    # This expert's tiles, up to where the next one's begin.
     if spans is not None:
         tile = expert + first // BLOCK_M
         last = tl.where(expert == experts - 1, tiles, expert + 1 + to // BLOCK_M)
@@ -72,6 +75,7 @@ def gather_tokens(
     PDL: tl.constexpr,
 ):
     pdl.wait(PDL)
+    # Rows of no expert are not sorted, so ``ends`` ends before them.
     row, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if row < tl.load(ends + experts - 1):
         token = (tl.load(order + row) // k).to(tl.int64)
@@ -125,6 +129,7 @@ def add_rows(
     token, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < hidden
     sums = tl.zeros([BLOCK], tl.float32)
+    # Terms are added in order of i, wherever they were sorted to.
     for i in range(k):
         row = token * k + i
         expert = tl.load(ids + row)
@@ -160,6 +165,7 @@ def _store(values, to, row, column, columns, ids, place, k, experts):
     if place is None:
         tl.store(to + row * columns + at, values, mask=inside)
     else:
+        # A token's row goes to each of its experts.
         for i in range(row * k, row * k + k):
             expert = tl.load(ids + i)
             if (expert >= 0) & (expert < experts):
@@ -184,6 +190,7 @@ def sort_rows(
     pdl.wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK // 128) * 128
+    # Groups of 32 are loaded apart, and joined in the order of an operand.
     groups = ()
     for group in tl.static_range(4):
         values = _group(x + row * stride_row, column, columns, group, stride_column)
@@ -212,6 +219,7 @@ def quantise_rows(
     pdl.wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     source = x + row * stride_row
+    # First reading: the largest finite magnitude, which gives the row's scale.
     largest = tl.zeros([BLOCK // 128, 32], tl.float32)
     for begin in range(0, columns, BLOCK):
         column = begin + tl.arange(0, BLOCK // 128) * 128
@@ -219,6 +227,7 @@ def quantise_rows(
             values = _group(source, column, columns, group, stride_column)
             largest = tl.maximum(largest, finite_or_nan(values)[1])
     exponent = pow2_exponent(tl.max(tl.max(largest, 1), 0))
+    # Second reading: codes.
     for begin in range(0, columns, BLOCK):
         column = begin + tl.arange(0, BLOCK // 128) * 128
         groups = ()
@@ -250,6 +259,7 @@ def keep_spans(
     pdl.wait(PDL)
     at = tl.arange(0, BLOCK)
     found = tl.zeros([], tl.int32)
+    # Kept spans close up, in order.
     for begin in range(0, spans_count, BLOCK):
         source = dealt + 3 * (begin + at)
         expert = tl.load(source, mask=begin + at < spans_count, other=-1)

@@ -20,10 +20,12 @@ def _rows_of(ids, leader, rows, experts, ROWS_PADDED: tl.constexpr, BLOCK_M: tl.
     at = tl.arange(0, ROWS_PADDED)
     every = tl.load(ids + at, mask=at < rows, other=-1)
     expert = tl.load(ids + leader)
+    # Rows of the leader's expert, numbered from the leader on.
     mine = every == expert
     before = tl.sum((mine & (at < leader)).to(tl.int32), 0)
     rank = tl.cumsum(mine.to(tl.int32), 0) - 1 - before
     slot = tl.arange(0, BLOCK_M)
+    # The first BLOCK_M of them.
     chosen = mine[None, :] & (rank[None, :] == slot[:, None])
     row = tl.sum(tl.where(chosen, at[None, :], 0), 1)
     first = (before % BLOCK_M == 0) & (expert >= 0) & (expert < experts)
@@ -36,6 +38,7 @@ def weight_rows(
     stride_scales_row, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Pointers to rows ``own``, int64, of an expert's weight, and to their scales."""
+    # The expert's weight, a row of it, and the scale block of that row.
     words = codes + expert.to(tl.int64) * stride_codes_expert + own * stride_codes_row
     scale_rows = scales + expert.to(tl.int64) * stride_scales_expert
     scale_rows += ((own + first_row) // BLOCK_ROWS) * stride_scales_row
@@ -102,6 +105,7 @@ def gate_up(
             x, (row // k).to(tl.int64) * hidden, inside, words, scale_rows, 0, hidden // BLOCK_K, CODES, E8M0,
             BLOCK_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, WAY,
         )  # fmt: skip
+        # A thread has a gate and its up: nothing leaves registers.
         inner = inner_values(sums, clamp, CLAMPED, BLOCK_M, BLOCK_N)
         output = tl.program_id(0) * HALF + tl.arange(0, HALF)
         to = row.to(tl.int64)[None, :] * intermediate + placed(output, OUT_EACH)[:, None]
@@ -149,6 +153,7 @@ def down(
             x, row.to(tl.int64) * intermediate, inside, words, scale_rows, 0, intermediate // BLOCK_K, CODES, E8M0,
             BLOCK_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, WAY,
         )  # fmt: skip
+        # A row's term, weighed; add_terms adds a token's terms.
         weight = tl.load(weights + row, mask=inside, other=0.0)
         to = row.to(tl.int64)[None, :] * hidden + output[:, None]
         tl.store(out + to, sums * weight[None, :], mask=inside[None, :] & (output < hidden)[:, None])
@@ -170,6 +175,7 @@ def add_terms(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < hidden
     sums = tl.zeros([BLOCK], tl.float32)
+    # Terms are added in order of i.
     for i in range(k):
         row = token * k + i
         expert = tl.load(ids + row)

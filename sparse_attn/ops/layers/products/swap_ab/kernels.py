@@ -19,6 +19,7 @@ from sparse_attn.ops.layers.products.portable.kernels import tile_of
 def _added(source, mask, stride, splits, TOGETHER: tl.constexpr):
     """The sum of ``splits`` partials that lie ``stride`` apart, in order; TOGETHER are read at once, 2 or 4."""
     sums = tl.zeros(source.shape, tl.float32)
+    # Loads are under way together; additions go in order.
     for split in range(0, splits, TOGETHER):
         here = source + split * stride
         first = tl.load(here, mask=mask, other=0.0, cache_modifier=".cg")
@@ -69,14 +70,17 @@ def swap_ab(
     tile, split = tl.program_id(0), tl.program_id(2)
     output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     own = tl.minimum(output, outputs - 1).to(tl.int64)  # reads one output more than once, and stores it once
+    # This split's steps.
     begin = split * split_steps
     end_step = tl.minimum(begin + split_steps, columns // BLOCK_K)
     if PREFETCH > 0:
+        # The weight is no launch's output: bring its first bytes to the L2 during the wait.
         STEP_BYTES: tl.constexpr = BLOCK_K // 2 if CODES == "e2m1" else BLOCK_K
         early = tl.minimum((end_step - begin) * STEP_BYTES, PREFETCH)
         pdl.prefetch(codes + own * stride_codes_row + begin * (STEP_BYTES // 4), early, PDL)
     pdl.wait(PDL)
     group, first, end = tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED, BLOCK_M)
+    # There are as many tiles as any ends might need.
     if first >= end:
         return
     row = first + tl.arange(0, BLOCK_M)
@@ -93,6 +97,7 @@ def swap_ab(
     at = (row.to(tl.int64) * outputs)[None, :] + output[:, None]
     mask = row_inside[None, :] & (output < outputs)[:, None]
     if SPLIT:
+        # A partial for each split; the CTA that arrives last adds them up in order.
         stride = rows.to(tl.int64) * outputs
         tl.store(partials + split * stride + at, sums, mask=mask)
         tl.debug_barrier()  # all of the CTA's partials are there before it says so

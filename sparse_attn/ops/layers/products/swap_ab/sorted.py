@@ -62,6 +62,7 @@ def gate_up(
             codes, scales, expert, own, first_row, stride_codes_expert, stride_codes_row, stride_scales_expert,
             stride_scales_row, BLOCK_ROWS,
         )  # fmt: skip
+        # Rows of x are read by the token: nothing is copied before.
         token = (row // k).to(tl.int64)
         sums = exact_packed_dot(
             x, token * hidden, inside, words, scale_rows, 0, hidden // BLOCK_K, CODES, E8M0, BLOCK_COLUMNS, BLOCK_M,
@@ -112,6 +113,7 @@ def down(
             x, at.to(tl.int64) * intermediate, inside, words, scale_rows, 0, intermediate // BLOCK_K, CODES, E8M0,
             BLOCK_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, WAY,
         )  # fmt: skip
+        # Terms go to the rows' own places, weighed.
         weight = tl.load(weights + row, mask=inside, other=0.0)
         to = row.to(tl.int64)[None, :] * hidden + output[:, None]
         mask = inside[None, :] & (output < hidden)[:, None]
