@@ -43,6 +43,7 @@ def mix(
     known = stream < COUNT
     source = streams + token * stride_streams_token + stream.to(tl.int64)[:, None] * stride_streams_stream
 
+    # First reading: the root mean square over all streams of the token.
     squares = tl.zeros([PADDED, COLUMNS], tl.float32)
     for start in range(0, hidden, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
@@ -51,6 +52,7 @@ def mix(
         squares += value * value
     rms = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(squares, 1), 0) / (COUNT * hidden) + norm_eps)
 
+    # pre: what each stream gives to the layer. post: what it gets back.
     raw_at = raw + token * stride_raw_token
     a = tl.load(raw_at + stream, mask=known, other=0.0) * rms * tl.load(scale) + tl.load(base + stream, mask=known)
     pre = tl.where(known, tl.sigmoid(a) + eps, 0.0)
@@ -58,6 +60,7 @@ def mix(
     b += tl.load(base + COUNT + stream, mask=known)
     tl.store(post + token * COUNT + stream, 2.0 * tl.sigmoid(b), mask=known)
 
+    # comb: how streams mix. Softmax by row, then columns and rows are normalised by turns (Sinkhorn).
     cell = stream[:, None] * COUNT + stream[None, :]
     real = known[:, None] & known[None, :]
     c = tl.load(raw_at + 2 * COUNT + cell, mask=real, other=0.0) * rms * tl.load(scale + 2)
@@ -71,6 +74,7 @@ def mix(
         weights = _normalised(weights, 0, eps)
     tl.store(comb + token * COUNT * COUNT + cell, weights, mask=real)
 
+    # Second reading: the weighed sum of streams, which the layer takes.
     for start in range(0, hidden, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         there = known[:, None] & (column < hidden)[None, :]
@@ -101,6 +105,7 @@ def merge(
     inside = column < hidden
     stream = tl.arange(0, PADDED)
     known = stream < COUNT
+    # Each stream gets its share of the output, and of all old streams.
     value = tl.load(out + token * stride_out_token + column, mask=inside, other=0.0).to(tl.float32)
     total = tl.load(post + token * COUNT + stream, mask=known, other=0.0)[:, None] * value[None, :]
     source = streams + token * stride_streams_token

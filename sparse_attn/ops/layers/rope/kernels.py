@@ -39,6 +39,7 @@ def apply_rope(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     column = tl.arange(0, DIM_PADDED)
+    # A token's position picks its row of the table; live: the table has it.
     position = tl.load(positions + token * stride_positions_token).to(tl.int64)
     rotated, partner, frequency, is_first = pair_of(column, START, WIDTH, INTERLEAVED)
     cos, sin, live = look_up(
@@ -48,6 +49,7 @@ def apply_rope(
     if INVERSE:
         sin = -1.0 * sin
 
+    # Rotated elements of a position outside the table are zeros; others are copied.
     source = x + token * stride_x_token + head[:, None].to(tl.int64) * stride_x_head
     inside = (head < HEADS)[:, None] & (column < DIM)[None, :]
     read = inside & (live | ~rotated)[None, :]
@@ -56,6 +58,7 @@ def apply_rope(
         source + partner[None, :].to(tl.int64) * stride_x_dim, mask=inside & turns[None, :], other=0.0
     ).to(tl.float32)
     turned = rotate(values.to(tl.float32), partners, cos[None, :], sin[None, :], turns[None, :], is_first[None, :])
+    # Other columns keep their bits: they do not pass through fp32.
     turned = tl.where(turns[None, :], cast(turned, x.dtype.element_ty), values)
     target = out + (token * HEADS + head[:, None]) * DIM + column[None, :]
     tl.store(target, turned, mask=inside)

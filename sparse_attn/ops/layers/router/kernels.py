@@ -68,6 +68,7 @@ def biased_grouped_topk(
     real = (group < NUM_GROUPS)[:, None] & (member < SIZE)[None, :]
     inside = (row < tokens)[:, None, None] & real[None, :, :]
 
+    # Scores choose with their bias, and weigh without it.
     source = logits + row.to(tl.int64)[:, None, None] * stride_logits_token
     logit = tl.load(source + expert[None, :, :] * stride_logits_expert, mask=inside, other=0.0)
     expert_bias = tl.load(bias + expert * stride_bias_expert, mask=real, other=0.0)
@@ -75,6 +76,7 @@ def biased_grouped_topk(
     biased = score + expert_bias[None, :, :]
     candidate = tl.where(real[None, :, :], _candidates(biased, expert[None, :, :]), TAKEN)
 
+    # A group's score is the sum of its two best; NaN adds nothing.
     if TOP_GROUPS < NUM_GROUPS:
         first = tl.max(candidate, 2)
         is_first = candidate == first[:, :, None]
@@ -82,12 +84,14 @@ def biased_grouped_topk(
         is_second = candidate == second[:, :, None]
         clean = tl.where(biased == biased, biased, float("-inf"))
         group_score = tl.sum(tl.where(is_first, clean, 0.0), 2) + tl.sum(tl.where(is_second, clean, 0.0), 2)
+        # The best groups, one by one.
         rest = tl.where((group < NUM_GROUPS)[None, :], _candidates(group_score, group[None, :]), TAKEN)
         kept = tl.zeros([ROWS, GROUPS_PADDED], tl.int1)
         for _ in range(TOP_GROUPS):
             chosen = rest == tl.max(rest, 1)[:, None]
             kept = kept | chosen
             rest = tl.where(chosen, TAKEN, rest)
+        # Experts of other groups have -inf: behind all that can be chosen by score, before padding.
         dropped = _candidates(tl.full([1, GROUPS_PADDED, SIZE_PADDED], float("-inf"), tl.float32), expert[None, :, :])
         candidate = tl.where(kept[:, :, None] | ~real[None, :, :], candidate, dropped)
 
@@ -96,6 +100,7 @@ def biased_grouped_topk(
     column = tl.arange(0, TOP_K_PADDED)[None, :]
     chosen_score = tl.zeros([ROWS, TOP_K_PADDED], tl.float32)
     chosen_id = tl.zeros([ROWS, TOP_K_PADDED], tl.int32)
+    # The best experts, one by one.
     for k in range(TOP_K):
         best = tl.max(candidate, 1)
         chosen = candidate == best[:, None]
@@ -105,6 +110,7 @@ def biased_grouped_topk(
         chosen_id = tl.where(column == k, _index_of(best)[:, None], chosen_id)
         candidate = tl.where(chosen, TAKEN, candidate)
 
+    # Weights that add up to 1, then to routed_scale.
     if RENORMALISE:
         total = tl.sum(chosen_score, 1)
         chosen_score = chosen_score / tl.where(total == 0.0, 1.0, total)[:, None]
