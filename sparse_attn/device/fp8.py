@@ -26,11 +26,13 @@ def decode_fp8(codes, FNUZ: tl.constexpr):
 def encode_fp8(values, FNUZ: tl.constexpr):
     """fp32 values -> uint8 codes, clamped to +-448 (e4m3fn) or +-224 (e4m3fnuz), nearest even; NaN becomes
     fp8.FP8_NAN."""
+    # Codes of e4m3fnuz have half the value: encode twice the value.
     if FNUZ:
         values = values * 2.0
     sign = (values.to(tl.int32, bitcast=True) >> 24) & 0x80
     magnitude = tl.minimum(tl.abs(values), 448.0)
     bits = magnitude.to(tl.int32, bitcast=True)
+    # Adding just below half a unit, and the last bit kept, rounds to nearest even; then the biases' difference.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     subnormal = (magnitude * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xF  # 2^23 + x rounds x to an integer
     code = tl.where(magnitude < 0.015625, subnormal, normal)

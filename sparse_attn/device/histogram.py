@@ -77,6 +77,7 @@ def clear(smem, THREADS: tl.constexpr):
     zero = tl.zeros([THREADS], tl.int32)
     for quad in tl.static_range(BINS // (4 * THREADS)):
         store_four(smem, (quad * THREADS + thread) * 4, zero, zero, zero, zero, zero + 1)
+    # The words behind the bins: what is not counted, the list's length, the zero and the highest value.
     store_four(smem, BINS + 4 * thread, zero, zero, zero, zero, (thread == 0).to(tl.int32))
     tl.debug_barrier()
 

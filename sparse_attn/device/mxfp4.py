@@ -17,14 +17,17 @@ def quantise_mxfp4(values, ROWS: tl.constexpr, GROUPS: tl.constexpr):
     magnitude = tl.abs(values)
     finite = magnitude < float("inf")
     broken = tl.max((~finite).to(tl.int32), 2)
+    # The least power of two by which the largest is at most 6, which is 1.5 * 2^2.
     amax = tl.maximum(tl.max(tl.where(finite, magnitude, 0.0), 2), 7.052966104933725e-38)  # 6 * 2^-126
     exponent = ((amax.to(tl.int32, bitcast=True) + 0x3FFFFF) >> 23) - 2
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     scaled = magnitude * inverse[:, :, None]
+    # Count the midpoints passed; ties go to the even code.
     code = (scaled > 0.25).to(tl.int32) + (scaled >= 0.75).to(tl.int32) + (scaled > 1.25).to(tl.int32)
     code += (scaled >= 1.75).to(tl.int32) + (scaled > 2.5).to(tl.int32) + (scaled >= 3.5).to(tl.int32)
     code += (scaled > 5.0).to(tl.int32)
     code |= (values.to(tl.int32, bitcast=True) >> 28) & 8
+    # An infinity or NaN makes its group NaN: codes 0, scale 255.
     code = tl.where(broken[:, :, None] != 0, 0, code)
     even, odd = tl.split(tl.reshape(code, [ROWS, GROUPS * 16, 2]))
     return (even | (odd << 4)).to(tl.uint8), tl.where(broken != 0, 255, exponent).to(tl.uint8)

@@ -102,6 +102,7 @@ def exact_operand(pairs, scales, RESULT: gl.constexpr):
     lanes = gl.join(lanes, lanes)
     lanes = gl.join(lanes, lanes)
     pairs = gl.inline_asm_elementwise(SCALE, "=r,r,r", [pairs, lanes], dtype=gl.int32, is_pure=True, pack=1)
+    # Half a word s of group t: its pairs h go to columns 16 s + 8 h + 2 t.
     pairs = gl.reshape(gl.permute(pairs, (0, 2, 4, 3, 1)), [ROWS, 64])
     twice = gl.reshape(gl.join(pairs, pairs), [ROWS, 128])  # a pair for each value: no instruction
     twice = gl.convert_layout(twice, gl.DotOperandLayout(0, RESULT, 2), assert_trivial=True)

@@ -71,6 +71,7 @@ FAST_E4M3 = tl.constexpr(_e4m3())
 def e2m1(nibbles):
     """e2m1 codes, the lower four bits -> fp32."""
     magnitude = nibbles & 7
+    # 0 and 1 are 0 and 0.5; others have e2m1's exponent and mantissa at the places of fp32's.
     bits = tl.where(magnitude < 2, magnitude * 0x3F000000, (magnitude + 252) << 22)
     return (bits | ((nibbles & 8) << 28)).to(tl.float32, bitcast=True)
 
@@ -131,6 +132,7 @@ def _dot_e2m1(
         scales = decode_scale(scales, True)
     elif WAY == EXACT:  # two bf16 lanes; 2^-127 is subnormal
         scales = tl.where(scales == E8M0_NAN, 0x7FC0, tl.maximum(scales << 7, 0x40)) * 0x10001
+    # A scale covers four words.
     scale = tl.reshape(tl.broadcast_to(scales[:, :, None], [BLOCK_N, WORDS // 4, 4]), [BLOCK_N, WORDS])
     if WAY == PLAIN:
         w0, w1, w2, w3 = four_nibbles(words, 0, scale)
@@ -140,11 +142,13 @@ def _dot_e2m1(
         w0, w1, w2, w3, w4, w5, w6, w7 = tl.inline_asm_elementwise(
             TEXT, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r", [words, scale], dtype=BF16X8, is_pure=True, pack=2
         )
+    # Few rows: a product for each code of a word.
     if BLOCK_M < WIDE:
         sums = _dot(w1, x, x_inside, 1, 8, WORDS, _dot(w0, x, x_inside, 0, 8, WORDS, sums))
         sums = _dot(w3, x, x_inside, 3, 8, WORDS, _dot(w2, x, x_inside, 2, 8, WORDS, sums))
         sums = _dot(w5, x, x_inside, 5, 8, WORDS, _dot(w4, x, x_inside, 4, 8, WORDS, sums))
         return _dot(w7, x, x_inside, 7, 8, WORDS, _dot(w6, x, x_inside, 6, 8, WORDS, sums))
+    # Codes of a word behind each other: one product of all columns.
     even = tl.join(tl.join(w0, w4), tl.join(w2, w6))  # [BLOCK_N, WORDS, code / 4, code / 2 % 2]
     odd = tl.join(tl.join(w1, w5), tl.join(w3, w7))
     return _dot_at_once(tl.join(even, odd), x, x_inside, BLOCK_N, BLOCK_K, 8, sums)
@@ -182,6 +186,7 @@ def _gathered(flags, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
     """int32 [BLOCK_N, 4]: the bits of flags [BLOCK_N, WORDS], of word w in w % 8 // 2.
 
     One lane has all of these words (see placed), and keeps a register for them, not one for each."""
+    # Any word's bit is enough: halve until one register has them.
     one, other = tl.split(tl.reshape(flags, [BLOCK_N, WORDS // 8, 4, 2]))
     flags = tl.permute(one | other, [0, 2, 1])
     for halving in tl.static_range(1, MOST_HALVINGS + 1):
@@ -236,6 +241,7 @@ def packed_dot(
             k = step * BLOCK_K
             word = tl.load(words[:, None] + (k // 8 + at_word)[None, :])
             scale = tl.load(scales[:, None] + (k // 32 + at_scale)[None, :]).to(tl.int32)
+            # FAST goes on, and says at the end whether a scale was beyond it.
             if WAY == FAST:
                 worst = tl.maximum(worst, scale)
             sums = _dot_e2m1(sums, word, scale, x_rows + k, x_inside, BLOCK_M, BLOCK_N, BLOCK_K, WAY)
@@ -244,12 +250,14 @@ def packed_dot(
         chunks = _interleaved(words, BLOCK_N, BLOCK_K // 4)
         x_rows = x + x_row[:, None]
         flags = tl.zeros([BLOCK_N, 4], tl.int32)
+        # The next step's scale is on its way.
         ahead = tl.load(scales + begin * BLOCK_K // BLOCK_COLUMNS)
         for step in range(begin, end):
             k = step * BLOCK_K
             word = _words(chunks, k // 4, BLOCK_N, BLOCK_K // 4)
             scale = decode_scale(ahead, E8M0)
             ahead = tl.load(scales + tl.minimum(step + 1, end - 1) * BLOCK_K // BLOCK_COLUMNS)
+            # FAST makes 480 of NaN: remember which outputs have one.
             if WAY == FAST:
                 each = (word & 0x7F7F7F7F) + 0x01010101  # bit 7 of a byte: NaN
                 flags |= _gathered(each, BLOCK_N, BLOCK_K // 4)
@@ -276,6 +284,7 @@ def exact_packed_dot(
         x, x_row, x_inside, words, scales, begin, end, CODES, E8M0, BLOCK_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, WAY
     )
     if WAY == FAST and CODES == "e2m1":
+        # Rare: the whole tile once more.
         if wrong:
             APART: tl.constexpr = BLOCK_M < WIDE
             if APART:
@@ -305,5 +314,6 @@ def place_rows(
     pdl.wait_last(PDL)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(x + row * stride_row + column.to(tl.int64) * stride_column, mask=column < columns, other=0.0)
+    # Of eight words codes j lie side by side.
     values = tl.permute(tl.reshape(values, [BLOCK // (8 * EACH), 8, EACH]), [0, 2, 1])
     tl.store(out + row * columns + column, tl.reshape(values, [BLOCK]), mask=column < columns)

@@ -14,6 +14,7 @@ SPAN = tl.constexpr(256)  # states written at a time
 
 @triton.jit
 def tell_later_rows(states, row, rows, count):
+    # One row more has told, and its count, in one addition.
     told = count.to(tl.int64) + COUNT
     for start in range(row + 1, rows, SPAN):
         later = start + tl.arange(0, SPAN)

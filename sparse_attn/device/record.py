@@ -22,6 +22,7 @@ def store_quantised(
     PAD_GROUPS: tl.constexpr = value.shape[0]
     value = tl.where(real, value, 0.0)
     group = tl.arange(0, PAD_GROUPS)
+    # What is not finite does not count for a group's scale.
     value, magnitude = finite_or_nan(value)
     amax = tl.maximum(tl.max(magnitude, 1), AMAX_FLOOR)
     scale = tl.div_rn(amax, tl.full([PAD_GROUPS], FP8_MAX, tl.float32))
@@ -30,6 +31,7 @@ def store_quantised(
     code = encode_fp8(tl.div_rn(value, tl.broadcast_to(scale[:, None], [PAD_GROUPS, value.shape[1]])), FNUZ)
     record = base + within * RECORD
     tl.store(record + place, code, mask=real)
+    # Planar: scales lie behind all records of the block.
     if BEHIND:
         scales = base + block_size.to(tl.int64) * RECORD + within * SCALE_BYTES
     else:

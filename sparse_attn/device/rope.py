@@ -11,6 +11,7 @@ import triton.language as tl
 @triton.jit
 def pair_of(column, START: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr):
     """(rotated, partner, frequency, is_first) of each column, when the slice [START, START + WIDTH) is rotated."""
+    # Interleaved pairs are neighbours; else the first half pairs with the second.
     place = column - START
     rotated = (place >= 0) & (place < WIDTH)
     if INTERLEAVED:

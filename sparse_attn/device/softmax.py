@@ -8,6 +8,7 @@ import triton.language as tl
 def softmax_step(scores, m, l):
     """Take a tile of base-2 scores [rows, keys] into (m, l) [rows]: (probabilities, rescale of the old sum, m, l)."""
     m_new = tl.maximum(m, tl.max(scores, 1))
+    # Where all scores so far are -inf, -inf - -inf would be NaN.
     origin = tl.where(m_new == float("-inf"), 0.0, m_new)
     rescale = tl.exp2(m - origin)
     p = tl.exp2(scores - origin[:, None])
