@@ -100,8 +100,8 @@ def ring(use, STAGES: gl.constexpr):
 
 @gluon.jit
 def own_tile(turn: gl.constexpr, done, TURNS: gl.constexpr):
-    """The first tile behind ``done`` others that is its own, from 0 on, for a consumer that takes every TURNS-th of
-    all."""
+    """How many tiles behind the first ``done`` a consumer passes over before its own. It takes every TURNS-th
+    tile."""
     return (turn - done % TURNS + TURNS) % TURNS
 
 

@@ -268,8 +268,8 @@ def _weights_layout(columns):
 
 @gluon.jit
 def _for_lanes(weights):
-    """Of 16 columns, those that a lane has of a product, together: columns 8 j + 2 lane + i at 4 lane + 2 j + i. The
-    same again is the order of columns."""
+    """Of 16 columns, those that a lane has of a product, together: columns 8 j + 2 lane + i at 4 lane + 2 j + i.
+    Applied twice it gives the order of columns."""
     PAIRS: gl.constexpr = weights.shape[0] // 16
     return gl.reshape(gl.permute(gl.reshape(weights, [PAIRS, 2, 4, 2]), (0, 2, 1, 3)), [weights.shape[0]])
 
@@ -300,7 +300,7 @@ def query_tables(scales, group):
 
 @gluon.jit
 def weight_factor(highest):
-    """Of the weights of columns: their highest scale, and what both operands of the product are too large."""
+    """What columns' weights are multiplied by: their highest scale, without the 2^TOP of both operands."""
     return power(highest) * 2.0 ** (-2 * TOP)
 
 

@@ -84,8 +84,8 @@ def _scaler(shared, bars, ranges, run, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def _place(ranges, out, stride_out, first_key, first_row, ROWS: gl.constexpr):
-    """(where the scores of ``ROWS`` rows go, of ``first_key`` and those behind it how far they are from a row's first,
-    how many a row sees)."""
+    """(where the scores of ``ROWS`` rows go; how far a tile's keys, from ``first_key`` on, lie behind a row's first;
+    how many keys a row sees)."""
     SCORES: gl.constexpr = scores_layout(ROWS)
     row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SCORES))
     key = first_key + gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(1, SCORES))
