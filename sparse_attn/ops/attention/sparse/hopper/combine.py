@@ -32,7 +32,7 @@ def combine(
     lse_partial,  # fp32 [splits, tokens, heads], base 2
     scale_partial,  # fp32 [splits, tokens, heads, 2]; anything without SCALED
     max_partial,  # as lse_partial: max_logits; None where there are none
-    tail_out,  # HAS_TAIL: those of the tail wave, rows behind these, of another number of splits; else anything
+    tail_out,  # HAS_TAIL: partials of the tail wave, whose rows come behind these and have more splits; else anything
     tail_lse,
     tail_scale,
     tail_max,

@@ -176,7 +176,6 @@ def _consume(
     if half == 0:
         if launch_early != 0:
             launch_dependents()
-    # Queries are under way while the row's range is read.
     _load_q(smem, operands.q + token * strides.q_token + first_head * strides.q_head, strides.q_head, half)
     tiles = own_tiles(rows, HAS_EXTRA_CACHE, SPLIT)
     # A step with a tail wave has one kernel for both parts: the grid says which this is.
@@ -267,7 +266,6 @@ def attend(
     mbarrier.init(bars.p0_full, count=1)
     mbarrier.init(bars.p1_full, count=1)
     mbarrier.init(bars.q_full, count=2)
-    # Initialised barriers have to be seen before any warpgroup uses them.
     fence_async_shared()
     barrier()
     # No wait for the launch before: each warpgroup waits by itself.

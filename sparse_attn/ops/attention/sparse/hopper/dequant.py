@@ -103,8 +103,8 @@ class KeySource:
 
 @aggregate
 class Codes:
-    """Half a tile in registers: two quarters of codes, and their scales. Planar: a word [BLOCK_N] holds the scales of
-    the half, both times; else fp32 [BLOCK_N, groups] of either quarter."""
+    """Half a tile in registers: two quarters of codes, and their scales. Scales are fp32 [BLOCK_N, groups] of
+    either quarter. Planar: both are the same word [BLOCK_N], which holds the scales of the half."""
 
     first: gl.tensor
     second: gl.tensor
@@ -160,7 +160,6 @@ def _either(first, extra, is_first, HAS_EXTRA_CACHE: gl.constexpr):
 def _slots(source, tile):
     """The indices of a tile's keys, -1 beyond the row."""
     BOTH: gl.constexpr = source.HAS_EXTRA_CACHE
-    # A tile's index within its own cache.
     is_first = tile < source.tiles
     at = _either(tile, tile - source.tiles, is_first, BOTH) * BLOCK_N + source.key
     # Behind the last tile, of an odd number, keys do not exist.
@@ -193,7 +192,6 @@ def _locate(source, slot, tile, record):
             base + place * TOKEN,
             base + (size.to(gl.int64) * TOKEN + place * (record.SCALES // WORD_BYTES)),
         )
-    # Without padding, records follow each other through the cache.
     else:
         records = cache + slot.to(gl.int64) * TOKEN
         return kv_valid, records, records
@@ -254,7 +252,6 @@ def dequant_codes(into, codes, factors):
     words."""
     # A group shares a factor: spread it over the group's words.
     factor, _ = gl.broadcast(gl.expand_dims(factors, 2), codes.to(gl.float32))
-    # Four codes of a word become two words of bf16.
     low, high = gl.inline_asm_elementwise(
         BY_FLOAT, "=r,=r,r,f", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
@@ -288,7 +285,6 @@ def _dequant_half(into, half, codes, record, CODES: gl.constexpr):
     """Dequantise half a tile into shared memory."""
     _dequant_quarter(into, codes.first, codes.first_scales, 0, record)
     if record.PLANAR and codes.second.shape[1] > 1:
-        # Of the left half this quarter is whole.
         if half == 0:
             _dequant_quarter(into, codes.second, codes.second_scales, QUARTER, record)
         else:
@@ -388,7 +384,6 @@ def dequantise(
     """A producer: K0 (``tile`` 0) or K1 of every pair. wg0 takes K0's left half first, wg1 K1's right one. ptxas has a
     thread await all its loads together, so records are located and indices are read where codes have just been
     stored."""
-    # PDL: the launch before may still write the cache and indices.
     wait()
     own = own_tiles(rows, HAS_EXTRA_CACHE, SPLIT)
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
@@ -396,7 +391,6 @@ def dequantise(
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CODES))
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     STATIC_HALF: gl.constexpr = SPLIT is not None and not SPLIT
-    # Half-tiles as words: [2 * tile + half, key, word].
     half_tiles = reinterpret(smem.k, gl.int32, [4, BLOCK_N, D_V // 2 // 2], WORD_TILES)
     source = KeySource(
         own.tiles, own.end, _at_row(kv, own.begin), own.count, _at_row(extra_kv, own.extra_begin), own.extra_count,
@@ -409,7 +403,6 @@ def dequantise(
     phase = 1
     slot = _slots(source, at)
     next_slot = _slots(source, at + 2)
-    # Before the loop: codes of the first half-tile are under way.
     kv_valid, records, scales = _locate(source, slot, at, record)
     codes = _load_half(records, scales, kv_valid, tile, record, CODES, STATIC_HALF)
     state = ProducerState(kv_valid, records, scales, next_slot, at, phase, codes)

@@ -185,7 +185,6 @@ def _wg0(smem, bars, outputs, HAS_SINK: gl.constexpr):
             largest = gl.maximum(largest, smem.row_largest.load(ROW)) * (scale_log2 * 0.6931471805599453)
             max_at = outputs.max_logits + token * outputs.stride_lse_token + work.first_head
             gl.store(max_at + gl.arange(0, BLOCK_M, layout=ROW), largest)
-        # The next work tile's queries were copied during the last pair.
         q_phase = q_phase ^ 1
         work = _wait_work_tile(smem, bars, q_phase)
         zero = work.count >> 31
@@ -283,7 +282,6 @@ def _load(smem, bars, inputs):
     # Waits for phase 1 pass at first: every buffer starts empty.
     phase = 1
     q_phase = 1
-    # Indices of the first pair; each later pair's are loaded a pair ahead.
     slot0 = _load_slots(indices, begin, count, key)
     slot1 = gl.load(indices + (begin + BLOCK_N + key), mask=BLOCK_N + key < count, other=-1)
     while work_tile < num_work_tiles:
@@ -399,7 +397,6 @@ def attend(
     mbarrier.init(bars.p1_full, count=1)
     mbarrier.init(bars.q_full, count=129)  # every thread of the producer, and its signal
     mbarrier.init(bars.q_empty, count=256)  # every thread of both consumers
-    # Initialised barriers have to be seen before any warpgroup uses them.
     fence_async_shared()
     # PDL: global memory of the launch before may be read from here on.
     wait()

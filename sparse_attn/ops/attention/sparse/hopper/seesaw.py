@@ -93,7 +93,7 @@ class Barriers:
     k_full: gl.tuple  # of half-tile 2 * tile + half, by a producer
     k_empty: gl.tuple  # of the same, by the consumer that reads it last
     max0_full: gl.shared_memory_descriptor  # wg0's maximum lies in row_max
-    max1_full: gl.shared_memory_descriptor  # that of both does
+    max1_full: gl.shared_memory_descriptor  # the maximum of both tiles lies in row_max
     p0_full: gl.shared_memory_descriptor
     p1_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
@@ -292,8 +292,8 @@ def wg0_pair(
 def wg1_pair(
     scores, kv_valid, acc, m, l, largest, smem, bars, scale_log2, zero, phase, last, PERSISTENT: gl.constexpr
 ):  # fmt: skip
-    """wg1's part of a pair, from K1's scores on: (acc, m, l). kv_valid, last: as wg0_pair has them. HAS_MAX: wg0 is
-    given ``largest`` [BLOCK_M], as it is given the row sum; it has read that of the row before."""
+    """wg1's part of a pair, from K1's scores on: (acc, m, l). kv_valid, last: as wg0_pair has them. HAS_MAX:
+    ``largest`` [BLOCK_M] goes to wg0 beside the row sum. By then wg0 has read both of the row before."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     # As in wg0_pair, but the maximum continues from wg0's.

@@ -158,7 +158,6 @@ def _consume(
         launch_dependents()
     token = gl.program_id(0).to(gl.int64)
     split = gl.program_id(1).to(gl.int64)
-    # Queries are under way while the row's range is read.
     q = operands.q + first_head * operands.stride_q_head
     _load_q(smem, q + token * operands.stride_q_token, heads, operands.stride_q_head, BLOCK_M)
     tiles = own_tiles(rows, HAS_EXTRA_CACHE, SPLIT).all_tiles
@@ -226,7 +225,6 @@ def _consume(
         # A thread sums its own keys: nothing crosses threads until the end.
         l = l + p
         pv = warpgroup_mma(smem.k.index(stage).permute((1, 0)), smem.p.index(zero), acc, is_async=True)
-        # The next tile's scores run beside it.
         if tile + 1 < tiles:
             _wait_k(bars, tile + 1)
             pending = _qk(smem, nothing, zero, 1 - stage)
@@ -251,7 +249,6 @@ def _consume(
         max_at = operands.max_logits + first_head
         max_at += split * operands.stride_lse_split + token * operands.stride_lse_token
         gl.store(max_at + head, gl.max(largest, 0) * (scale_log2 * 0.6931471805599453), mask=head < heads)
-    # Heads beyond the last were zeros and are not stored.
     values = acc * gl.expand_dims(factor, 0)
     # Partials stay fp32, straight from registers.
     if SPLIT:
@@ -371,7 +368,6 @@ def attend(
             # Every thread of the loader arrives with its copies; each dequant warpgroup signals.
             mbarrier.init(codes_full.index(which), count=128)
             mbarrier.init(codes_empty.index(which), count=2)
-    # Initialised barriers have to be seen before any warpgroup uses them.
     fence_async_shared()
     barrier()
     # 1: blocks of heads are the grid's third dimension, and a program's first number is its row.

@@ -164,13 +164,11 @@ def tile_slots(source, tile):
     """The indices of a tile's keys, -1 beyond the row."""
     indices = source.kv.indices
     count = source.own.count
-    # The second cache counts tiles from its own first.
     if source.HAS_EXTRA_CACHE:
         is_extra = tile >= source.own.tiles
         indices = gl.where(is_extra, source.extra_kv.indices, indices)
         count = gl.where(is_extra, source.own.extra_count, count)
         tile = gl.where(is_extra, tile - source.own.tiles, tile)
-    # A place behind the row has no index: -1.
     at = tile * BLOCK_N + source.key
     return gl.load(indices + at, mask=at < count, other=-1)
 
@@ -258,25 +256,21 @@ def _copy_half(
     codes, bars, half: gl.constexpr, words, offsets, kv_valid, CODES: gl.constexpr, ROWS: gl.constexpr
 ):  # fmt: skip
     """The codes of half a tile, with the left ones all scales, not awaited."""
-    # Codes, not values: the dequant warpgroups read them out of here.
     copy_codes(codes.halves.index(half), words + half * (D_V // 2 // WORD_BYTES), offsets, kv_valid, CODES)
     if half == 0:
         copy_words(codes.scales, words + D_V // WORD_BYTES, offsets, kv_valid, ROWS)
-    # codes_full counts every thread of the loader.
     async_copy.mbarrier_arrive(bars.codes_full.index(half), increment_count=False)
 
 
 @gluon.jit
 def load_latents(rows, smem, codes, bars, inputs, record, SPLIT: gl.constexpr):
     """The loader over interleaved records: D_V codes and their fp32 scales, and D_ROPE bf16 values."""
-    # PDL: the launch before may still write the cache and indices.
     wait()
     own = own_tiles(rows, False, SPLIT)
     kv, _ = own_caches(own, inputs, False)
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    # RoPE columns as words, since records are read as words.
     k_rope = reinterpret(smem.k_rope, gl.int32, [STAGES, BLOCK_N, D_ROPE // 2], WORD_TILES)
     words = kv.cache.to(gl.pointer_type(gl.int32), bitcast=True)
     key = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
@@ -321,7 +315,6 @@ def dequant_latents(rows, smem, codes, bars, which: gl.constexpr, record, SPLIT:
     GROUP: gl.constexpr = record.GROUP
     GROUPS: gl.constexpr = D_V // GROUP // 2  # of a half
     FIRST: gl.constexpr = which * PRODUCER_KEYS
-    # bf16 tiles as words, two columns each.
     k = reinterpret(smem.k, gl.int32, [STAGES, BLOCK_N, D_V // 2], WORD_TILES)
     for tile in range(own.all_tiles):
         stage = tile % STAGES
@@ -337,7 +330,6 @@ def dequant_latents(rows, smem, codes, bars, which: gl.constexpr, record, SPLIT:
         wait_empty(bars, tile, stage)
         keys = k.index(stage).slice(FIRST, PRODUCER_KEYS, dim=0)
         dequant_codes(keys.slice(0, D_V // 2 // 2, dim=1), left, left_scales)
-        # The right half follows into the same stage.
         mbarrier.wait(bars.codes_full.index(1), tile & 1)
         right = load_codes(codes.halves.index(1), FIRST, GROUPS, GROUP, CODES)
         signal(bars.codes_empty.index(1))
@@ -354,7 +346,6 @@ def load_rows(rows, smem, bars, which: gl.constexpr, inputs, SPLIT: gl.constexpr
     kv, _ = own_caches(own, inputs, False)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     FIRST: gl.constexpr = which * PRODUCER_KEYS
-    # Each producer has half of a tile's keys.
     key = gl.arange(0, PRODUCER_KEYS, layout=gl.SliceLayout(1, ROWS)) + FIRST
     source = TileSource(own, kv, kv, key, False)
     slots = tile_slots(source, 0)

@@ -76,7 +76,6 @@ def _power(exponents, first: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.const
     """fp32 powers of two [PRODUCER_KEYS, GROUPS] of ue8m0 bytes, the first of them in the low byte of a word >> 8 *
     first."""
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
-    # A ue8m0 byte is the exponent of an fp32 value.
     bits = (gl.expand_dims(exponents, 1) >> gl.expand_dims((group + first) * 8, 0) & 0xFF) << 23
     return gl.where(bits == 0, 1 << 22, bits).to(gl.float32, bitcast=True)  # 2^-127 is subnormal
 
@@ -101,7 +100,6 @@ def load_planar(
 ):  # fmt: skip
     """The loader over planar records: D_V - D_ROPE codes in seven groups, their scales from behind a block's records,
     and D_ROPE bf16 values."""
-    # PDL: the launch before may still write the caches and indices.
     wait()
     own = own_tiles(rows, HAS_EXTRA_CACHE, SPLIT)
     kv, extra_kv = own_caches(own, inputs, HAS_EXTRA_CACHE)
@@ -128,7 +126,6 @@ def load_planar(
         if tile + 1 < own.all_tiles:
             mbarrier.wait(bars.codes_empty.index(0), tile & 1)
             _copy_half(codes, bars, 0, following, CODES, PAIRS)
-        # This tile's bf16 values are the value's last columns.
         rope = here.words + (D_V - D_ROPE) // WORD_BYTES
         load_rope(smem, bars, k, (D_V - D_ROPE) // 2, rope, here.offsets, here.kv_valid, tile, stage, ROWS)
         # The same for the right codes.
@@ -151,7 +148,6 @@ def dequant_planar(
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     GROUP: gl.constexpr = record.GROUP
     FIRST: gl.constexpr = which * PRODUCER_KEYS
-    # bf16 tiles as words, two columns each.
     k = reinterpret(smem.k, gl.int32, [STAGES, BLOCK_N, D_V // 2], WORD_TILES)
     for tile in range(own.all_tiles):
         stage = tile % STAGES
@@ -159,7 +155,6 @@ def dequant_planar(
         mbarrier.wait(bars.codes_full.index(0), tile & 1)
         low, high = gl.split(codes.scales.slice(FIRST, PRODUCER_KEYS, dim=0).load(PAIRS))
         left = load_codes(codes.left, FIRST, 4, GROUP, CODES)
-        # In registers: the loader may refill.
         signal(bars.codes_empty.index(0))
         low = gl.convert_layout(low, KEYS)
         high = gl.convert_layout(high, KEYS)
@@ -174,5 +169,4 @@ def dequant_planar(
         signal(bars.codes_empty.index(1))
         dequant_codes(keys.slice(2 * GROUP, GROUP, dim=1), right, _power(high, 0, 2, CODES))
         dequant_codes(keys.slice(3 * GROUP, GROUP // 2, dim=1), last, _power(high, 2, 1, CODES))
-        # These keys are in the tile.
         signal(bars.k_full.index(stage))
