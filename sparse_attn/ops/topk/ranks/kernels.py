@@ -180,7 +180,7 @@ def count_digits(
     if sums is None:
         pdl.wait(PDL)  # before others start, which read the scores early
     start, end = range_of(row, row_starts, row_ends, stride_starts, stride_ends, width)
-    # A CTA takes every so manieth tile of its row.
+    # CTAs of a row take its tiles by turns.
     scores, column, step = _row(logits, row, stride_logits, ALIGNED), tl.arange(0, COLUMNS), splits * COLUMNS
     begin = start + split * COLUMNS
     values, key = tl.full([COLUMNS], float("-inf"), tl.float32), tl.zeros([COLUMNS], tl.int32)
@@ -278,7 +278,7 @@ def count_ties(
     SAME_SMEM: tl.constexpr,  # whether as much shared memory is claimed as by count_digits; see config.py
     PDL: tl.constexpr,
 ):
-    # Shared memory is claimed only for _descend's exchange between threads.
+    # As much shared memory as the passes around claim, or an SM divides its memory anew.
     smem = tl.full([], 0, tl.int32)
     if SAME_SMEM:
         smem = histogram.claim(None, 0)

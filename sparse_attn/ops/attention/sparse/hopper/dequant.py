@@ -288,7 +288,7 @@ def _dequant_half(into, half, codes, record, CODES: gl.constexpr):
         if half == 0:
             _dequant_quarter(into, codes.second, codes.second_scales, QUARTER, record)
         else:
-            # The right half has one group here. Its place in the second belongs to bf16 values.
+            # Of this quarter's two groups the second is bf16 values: dequantise the first alone.
             some, _ = gl.split(gl.permute(codes.second, (0, 2, 1)))
             some = gl.convert_layout(gl.reshape(some, [BLOCK_N, 1, record.GROUP // WORD_BYTES]), CODES)
             _dequant_quarter(into, some, codes.second_scales, QUARTER, record)

@@ -134,7 +134,7 @@ def _wg0(smem, bars, outputs, HAS_SINK: gl.constexpr):
     phase = 0
     q_phase = 0
     work = _wait_work_tile(smem, bars, q_phase)
-    # Zero, though the compiler cannot know: see the module's docstring.
+    # A zero that the compiler does not know: see seesaw.py.
     zero = work.count >> 31
     # Scores of the first pair's K0; later ones begin at the end of the pair before.
     pending = qk0_half(smem, bars, zero, phase, nothing, 0)
@@ -193,7 +193,7 @@ def _wg0(smem, bars, outputs, HAS_SINK: gl.constexpr):
             wait_k(bars, K0L, phase)
         pending = qk0_left(smem, zero, nothing)  # of stale memory after the last work tile
         store_output(acc, l, m, scale_log2, to, 0, HAS_SINK, False)
-        # The right half waits until acc's registers are free.
+        # The rest of its first scores, as before the loop.
         if work.token >= 0:
             pending = qk0_half(smem, bars, zero, phase, pending, 1)
             slot = _load_slots(indices + work.begin, 0, work.count, key)

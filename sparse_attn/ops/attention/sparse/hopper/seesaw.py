@@ -217,7 +217,7 @@ def qk0_half(smem, bars, zero, phase, scores, half: gl.constexpr):
 def qk1(smem, bars, zero, phase):
     """Wait for K1 and score it, the right half first; not awaited."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    # The right half first: producers fill it while wg0 still reads K0l.
+    # The right half first: it is freed, and so filled, before the left one.
     scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
     wait_k(bars, K1R, phase)
     scores = _qk_half(smem.q.index(zero), smem.k.index(zero + 1), scores, 1, True)
@@ -272,8 +272,7 @@ def wg0_pair(
     m_new = smem.row_max.load(ROW)
     rescale = rescale_factor(m, m_new, scale_log2)
     l = l * rescale
-    # wg1 reads this sum after the last pair; p0_full hands it over, too.
-    smem.row_sum.index(0).store(l)
+    smem.row_sum.index(0).store(l)  # p0_full hands it over, too: wg1 reads it after the last pair
     if not PERSISTENT and not smem.HAS_ROPE:  # elsewhere nothing is gained, or registers are spilled
         smem.p0.index(zero).store(rescale_p(p0_operand, rescale))
     else:
@@ -301,7 +300,7 @@ def wg1_pair(
     tile_max = gl.max(z, 1)
     mbarrier.wait(bars.max0_full, phase)
     m_new = lagged_max(smem.row_max.load(ROW), tile_max, scale_log2)
-    # wg0 rescales its P0 by this maximum.
+    # wg0 rescales its P0 to this maximum.
     smem.row_max.store(m_new)
     signal(bars.max1_full)
     # All scores of the row are done, as in wg0_pair.

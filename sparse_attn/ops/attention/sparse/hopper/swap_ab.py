@@ -134,7 +134,7 @@ def _max_of_heads(z, warp_max, BLOCK_M: gl.constexpr):
     # Keys of a warp are 16 rows of the tile, so the first maximum stays inside it.
     own = gl.max(gl.reshape(z, [WARPS, BLOCK_N // WARPS, BLOCK_M]), 1)
     warp_max.store(own)
-    # The store's and load's layouts differ: the compiler puts a barrier between.
+    # Between a store to this memory and a load from it the compiler puts a barrier.
     return gl.max(warp_max.load(ALL), 0)
 
 

@@ -188,7 +188,7 @@ def weighed_sums(product, half_weights, ROWS: gl.constexpr):
     PAIRS: gl.constexpr = product.shape[1] // ROWS // 8
     # relu without a maximum; the weights are halved in return.
     weighed = (product + gl.abs(product)) * gl.expand_dims(half_weights, 0)
-    # Add up what a thread holds: pairs of columns, then both of a pair.
+    # Add up a thread's columns; of each row four lanes then have a part.
     columns = gl.permute(gl.reshape(weighed, [BLOCK_KV, ROWS, PAIRS, 4, 2]), (0, 1, 3, 2, 4))
     partial = gl.sum(gl.reshape(columns, [BLOCK_KV, ROWS, 2, 2, PAIRS * 2]), 4)
     # Four lanes exchange two of their four scores, then one of two: three shuffles in all.

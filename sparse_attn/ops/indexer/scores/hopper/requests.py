@@ -126,7 +126,6 @@ def find_run(lengths, pdl_tiles):
     total = counted
     for chunk in range(CHUNK, lengths.query_blocks, CHUNK):
         total += gl.sum(_chunk_tiles(_chunk_lengths(lengths, chunk), lengths, chunk), 0)
-    # Few tiles: the next launch finds room beside this one.
     if total <= pdl_tiles:
         launch_dependents()
     # Second pass: which query blocks the CTA's tiles begin and end in. The first chunk is still in registers.

@@ -139,7 +139,7 @@ def paged_mqa_logits(
     PDL: tl.constexpr,
 ):
     pdl.wait_only(PDL)
-    # A CTA has some rows of a request, and every so manieth tile of its keys.
+    # A CTA has some rows of a request. CTAs take tiles of its keys by turns.
     BLOCKS: tl.constexpr = (NEXT_N + BLOCK_Q - 1) // BLOCK_Q
     request = (tl.program_id(0) // BLOCKS).to(tl.int64)
     first_row = tl.program_id(0) % BLOCKS * BLOCK_Q

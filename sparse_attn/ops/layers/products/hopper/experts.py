@@ -109,9 +109,9 @@ def _producer(shared, codes, x, scales, tiles):
     stage, phase = 0, 0
     units = gl.load(tiles.count) * tiles.outputs
     if gl.program_id(0) < units:
-        # The first step's scales have memory of their own; each later one's come with the step before.
         next_expert, next_row, next_end = _span(tiles, gl.program_id(0), units)
         first = _first_output(tiles, gl.program_id(0))
+        # The first step's scales have memory of their own; each later one's come with the step before.
         pointers = scale_pointers(scales, tiles, next_expert, first)
         async_load(reinterpret(shared.first_scales, gl.int64, [2 * BOX * CONSUMERS], FLAT), pointers)
         async_copy.mbarrier_arrive(shared.first_full, increment_count=False)
@@ -179,8 +179,8 @@ def _work(shared, tiles, output, units, which: gl.constexpr):
             # The next step's tables, beside this step's products.
             tables, more_tables, next_left = tables_of(ahead, EXACT, RESULT)
             keep_order(units)
-            product = warpgroup_mma_wait(0, deps=(product,))
             # Codes were decoded relative to the highest scale of eight groups: apply it in fp32.
+            product = warpgroup_mma_wait(0, deps=(product,))
             sums = product if EXACT else sums + product * gl.expand_dims(left, 1)
             signal(shared.empty.index(stage))
             left = next_left
