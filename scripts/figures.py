@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tables of README.md, CHANGELOG.md and results/notes whose figures are those of the records in results/.
+"""Tables of CHANGELOG.md, docs/pages and results/notes whose figures are those of the records in results/.
 
     scripts/figures.py            names the documents that say something else; exits with 1 where there are any
     scripts/figures.py --write    mends them
@@ -26,7 +26,8 @@ sys.path[:0] = [str(HERE)]
 from gpu_gate import records_of  # noqa: E402
 
 GATE, READERS = RESULTS / "nvidia-h200.json", RESULTS / "readers-cpu.json"
-DOCUMENTS = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(RESULTS.glob("notes/*.md")))
+PAGES = HERE / "docs" / "pages"
+DOCUMENTS = (ROOT / "CHANGELOG.md", *sorted(PAGES.glob("*.md")), *sorted(RESULTS.glob("notes/*.md")))
 BLOCK = re.compile(r"<!-- scripts/figures\.py ([\w ]+) -->(.*?)<!-- end -->", re.DOTALL)
 ROW = re.compile(r"^(\| `?(\w+)`? \|.*? )[\d.]+(, | / )[\d.]+(?= \|)", re.MULTILINE)
 WAYS = {
@@ -61,8 +62,10 @@ def _block(what: str, old: str, folder: Path) -> str:
     path = READERS if what == "published" else GATE
     record = json.loads(path.read_text())
     versions = record["versions"]
+    link = f"({os.path.relpath(path, folder)})"
+    name = f"`{path.relative_to(ROOT)}`" if folder == PAGES else f"[`{path.name}`]{link}"  # a site holds pages alone
     source = (
-        f"Record: [`{path.name}`]({os.path.relpath(path, folder)}), {record['gpu']}, torch {versions['torch']}, triton "
+        f"Record: {name}, {record['gpu']}, torch {versions['torch']}, triton "
         f"{versions['triton']}, at {record['commit'][:7]}."
     )
     table = {"ratios": _ratios, "readers": _readers, "published": _published}.get(what)

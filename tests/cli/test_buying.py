@@ -20,7 +20,7 @@ from sparse_attn.models.shapes import param_shapes
 from sparse_attn.spec import CompressedSpec, preset
 from sparse_attn.weight_layout import weight_bytes as bytes_of
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "scripts" / "docs" / "pages" / "many-gpus.md"
 LARGE = ("deepseek_v32", "glm5", "deepseek_v4_flash", "deepseek_v4_pro")
 
 
@@ -126,10 +126,10 @@ def test_plan_says_which_cards_fit(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_plan_of_eight_gpus_is_what_the_readme_says(name, tmp_path):
+def test_plan_of_eight_gpus_is_what_the_page_says(name, tmp_path):
     """Weights, caches and all in GB, and MB sent, of 8 tensor ranks, then of 8 context ranks."""
     letters = ".?".join(re.sub(r"\W|_", "", name))
-    (row,) = re.findall(rf"^\| {letters} (\| \d.*)$", README.read_text(), re.IGNORECASE | re.MULTILINE)
+    (row,) = re.findall(rf"^\| {letters} (\| \d.*)$", PAGE.read_text(), re.IGNORECASE | re.MULTILINE)
     cells = [[int(number) for number in re.findall(r"\d+", cell)] for cell in row.split("|")[1:5]]
     for kind, (sizes, sent) in (("tensor", cells[:2]), ("context", cells[2:])):
         out = tmp_path / f"{kind}.json"

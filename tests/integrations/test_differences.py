@@ -1,4 +1,4 @@
-"""README's "Differences from vLLM, FlashMLA, DeepGEMM": what it says of this library, a test per row."""
+"""call-sites.md's "Differences from vLLM, FlashMLA, DeepGEMM": what it says of this library, a test per row."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from sparse_attn.ops.attention.sparse import lse_to_base2, lse_to_flashmla, spar
 from sparse_attn.ops.indexer.scores import bf16_mqa_logits
 from sparse_attn.ops.layers.router import biased_grouped_topk
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "scripts" / "docs" / "pages" / "call-sites.md").read_text()
 ROWS = {}
 
 
@@ -246,6 +246,6 @@ def test_nan_logits_are_chosen_last_and_infinite_ones_score_one(device, impl):
     assert ids.tolist() == [[1, 2, 0]] and weights.tolist() == [[1.0, 0.5, 0.0]]
 
 
-def test_every_row_of_the_readme_is_held_here():
-    table = README.split("## Differences from vLLM, FlashMLA, DeepGEMM")[1].split("\n## ")[0]
+def test_every_row_of_the_page_is_held_here():
+    table = PAGE.split("## Differences from vLLM, FlashMLA, DeepGEMM")[1].split("\n## ")[0]
     assert re.findall(r"^\| ([^|]+?) \|", table, re.MULTILINE) == list(ROWS)

@@ -11,7 +11,8 @@ import pytest
 from sparse_attn.cli.main import build_parser
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (".github/", "scripts/", "scripts/results/notes/", "sparse_attn/**/", "")
+FOLDERS = (".github/", "scripts/", "scripts/docs/pages/**/", "scripts/results/notes/", "sparse_attn/**/", "")
+PAGES = ROOT / "scripts" / "docs" / "pages"
 DOCUMENTS = sorted({str(path.relative_to(ROOT)) for folder in FOLDERS for path in ROOT.glob(f"{folder}*.md")})
 TODAY = [name for name in DOCUMENTS if name != "CHANGELOG.md" and "notes/" not in name]  # what these name may be gone
 PATH = re.compile(r"`((?:[\w.]+/)*[\w.-]+\.(?:py|sh|md|json|toml|txt|cfg)|(?:[\w.]+/)+)(?:::\w+)?`")
@@ -78,13 +79,31 @@ def test_paths_it_names_exist(name):
     assert not [found for found in named if found.rstrip("/") not in there]
 
 
-def test_examples_of_the_architecture_page_run():
-    blocks = re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "sparse_attn" / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    assert blocks
-    for block in blocks:
-        exec(compile(block, "sparse_attn/README.md", "exec"), {"__name__": "readme"})
+def test_pages_link_to_pages_alone():
+    """A site has nothing else of the repository."""
+    linked = []
+    for path in PAGES.rglob("*.md"):
+        targets = re.findall(r"\]\(([^)#]+)", path.read_text())
+        linked += [(path.parent / target).resolve() for target in targets if "://" not in target]
+    assert len(linked) > 20 and all(target.is_relative_to(PAGES) for target in linked)
+
+
+def sentences(text):
+    """Of ten words and more, as words alone."""
+    text = re.sub(r"^```.*?^```|<!-- .*? -->", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    cut = re.split(r"(?<=[.:;!?])\s+|\n\n+|\||\n(?=[-#]|\d+\.)", text)
+    said = (" ".join(re.findall(r"\w+", one.lower())) for one in cut)
+    return [one for one in said if one.count(" ") >= 9]
+
+
+def test_no_sentence_stands_twice():
+    there = {}
+    for name in DOCUMENTS:
+        for one in sentences((ROOT / name).read_text()):
+            there.setdefault(one, []).append(name)
+    twice = {one: names for one, names in there.items() if len(names) > 1}
+    assert len(there) > 1000 and not twice
 
 
 def test_every_script_is_described():

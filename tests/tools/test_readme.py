@@ -1,4 +1,5 @@
-"""The README's examples run as they stand, under the backend they name; what compiles serves any length."""
+"""README and the site's pages: examples run as they stand, under the backend they name; what compiles serves any length;
+README is short, shows pictures, and leads to every page."""
 
 import functools
 import re
@@ -9,16 +10,33 @@ import support_table
 import torch
 from conftest import long
 
-README = Path(__file__).parents[2] / "README.md"
-BLOCKS = re.findall(r"^```python(?: (\w+))?\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parents[2]
+README, PAGES = ROOT / "README.md", ROOT / "scripts" / "docs" / "pages"
+WITH_EXAMPLES = {"README", "compile", "debug", "decode-loop", "golden-tests", "kernels", "transformers"}
 
 
-def code_blocks():
-    for number, (marker, code) in enumerate(BLOCKS):
-        yield pytest.param(code, marks=[getattr(pytest.mark, marker)] if marker else [], id=f"block{number}")
+def blocks_of(path):
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+EXAMPLES = {
+    f"{path.stem}-{number}": code
+    for path in (README, *sorted(PAGES.rglob("*.md")))
+    for number, code in enumerate(blocks_of(path))
+}
+COMPILED = EXAMPLES["compile-0"]
+
+
+def examples():
+    for name, code in EXAMPLES.items():
+        marks = [pytest.mark.gpu] if code.startswith("# on a GPU\n") else []
+        if code is not COMPILED:
+            yield pytest.param(code, marks=marks, id=name)
 
 
 def run(code):
+    if "transformers" in code:
+        pytest.importorskip("transformers", minversion="5.24")
     names = {"__name__": "readme"}
     try:
         exec(compile(code, str(README), "exec"), names)
@@ -27,9 +45,38 @@ def run(code):
     return names
 
 
-@pytest.mark.parametrize("code", list(code_blocks())[1:])
-def test_block_runs(code):
+@pytest.mark.parametrize("code", list(examples()))
+def test_example_runs(code):
     run(code)
+
+
+def test_every_block_of_python_is_an_example():
+    """None is set off by another word behind the ticks, which a site may not know, nor needs a GPU by chance."""
+    assert {name.rpartition("-")[0] for name in EXAMPLES} == WITH_EXAMPLES
+    for path in (README, *sorted(PAGES.rglob("*.md"))):
+        fences = re.findall(r"^```(.*)$", path.read_text(), re.MULTILINE)
+        assert set(fences[::2]) <= {"python", "sh", "bibtex"} and set(fences[1::2]) <= {""}, path
+    for name, code in EXAMPLES.items():
+        assert ('"cuda"' in code or "DecodeGraph(" in code) == code.startswith("# on a GPU\n"), name
+
+
+def test_readme_is_short_and_shows_pictures():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 200 and len(text.split()) <= 2200
+    shown = re.findall(r"^!\[.{20,}\]\((.*)\)$", text, re.MULTILINE)
+    assert len(shown) >= 3 and all((ROOT / name).suffix == ".svg" and (ROOT / name).exists() for name in shown)
+
+
+def test_readme_leads_to_every_page():
+    linked = {(ROOT / target).resolve() for target in re.findall(r"\]\(([^)#]+)", README.read_text())}
+    assert set(PAGES.glob("*.md")) <= linked
+    for name in ("CHANGELOG.md", ".github/CONTRIBUTING.md", "scripts/README.md", "sparse_attn/README.md"):
+        assert ROOT / name in linked
+
+
+def test_readme_cites_this_version():
+    (said,) = re.findall(r"^  version = \{(.*)\}$", README.read_text(), re.MULTILINE)
+    assert f'__version__ = "{said}"' in (ROOT / "sparse_attn" / "version.py").read_text()
 
 
 # Bytes of a cache's row, tokens of a block, heads and blocks of a table; and what nothing else is.
@@ -40,7 +87,7 @@ LENGTHS = (100, 64, 8, 57, 83, 200)
 def test_the_compiled_forward_serves_any_length(length, monkeypatch):
     """Whatever length came first, no other one compiles again. The example's own length, and with --long every one, is
     compiled by the backend that the example names; it compiles no further."""
-    code = BLOCKS[0][1]
+    code = COMPILED
     assert "length = 100" in code and "backend" not in code
     if length != 100 and not long():
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -49,20 +96,21 @@ def test_the_compiled_forward_serves_any_length(length, monkeypatch):
     with torch.compiler.set_stance("fail_on_recompile"):
         for other in LENGTHS:
             names["length"] = other
-            exec(compile(code[code.index("plan = build_step_plan") :], str(README), "exec"), names)
+            exec(compile(code[code.index("plan = build_step_plan") :], "compile.md", "exec"), names)
 
 
 def test_the_support_table_is_what_the_kernels_answer():
-    text = README.read_text()
+    text = support_table.PAGE.read_text()
     assert text == support_table.written(text, support_table.table()), "run scripts/support_table.py --write"
 
 
 def test_ci_runs_a_row_of_the_table_of_versions():
-    rows = re.findall(r"^\| (\d[^|]*) \| (\d[^|]*) \| (\d[^|]*) \| (.*) \|$", README.read_text(), re.MULTILINE)
-    pins = dict(re.findall(r"^(\w+)==(.*)$", (README.parent / "scripts" / "constraints.txt").read_text(), re.MULTILINE))
+    page = (PAGES / "index.md").read_text()
+    rows = re.findall(r"^\| (\d[^|]*) \| (\d[^|]*) \| (\d[^|]*) \| (.*) \|$", page, re.MULTILINE)
+    pins = dict(re.findall(r"^(\w+)==(.*)$", (ROOT / "scripts" / "constraints.txt").read_text(), re.MULTILINE))
     (ran,) = (ran for *versions, ran in rows if versions == [pins["torch"], pins["triton"], pins["transformers"]])
     assert ran.startswith("yes | yes | yes | ")
-    asked = re.findall(r"(torch|triton|transformers)>=(\d+)\.(\d+)", (README.parent / "setup.cfg").read_text())
+    asked = re.findall(r"(torch|triton|transformers)>=(\d+)\.(\d+)", (ROOT / "setup.cfg").read_text())
     oldest = [min((int(a), int(b)) for it, a, b in asked if it == name) for name in ("torch", "triton", "transformers")]
     assert [f"{a}.{b}.0" for a, b in oldest] == list(rows[0][:3])
 
