@@ -4,8 +4,8 @@
     scripts/docs/pictures.py            names the pictures that differ; exits with 1 where there are any
     scripts/docs/pictures.py --write    mends them
 
-`v32` and `v4` show a layer; bytes are those of the cache layouts. `ratios` is drawn from results/nvidia-h200.json: every
-suite that is measured beside FlashMLA, DeepGEMM or vLLM is in it.
+`v32` and `v4` show a layer; bytes are those of the cache layouts. `ratios` is drawn from results/nvidia-h200.json:
+every suite that is measured beside FlashMLA, DeepGEMM or vLLM is in it.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def v4() -> str:
     left, ratio, window = 306, 4, 10
     tokens = 42
     at = [left + n * (CELL + GAP) for n in range(tokens)]
-    right, middle = at[-1] + CELL, CELL / 2
+    right = at[-1] + CELL
     entries = [at[n] + (ratio * (CELL + GAP) - GAP) / 2 for n in range(0, tokens - ratio + 1, ratio)]
     scores = scores_of(len(entries))
     chosen = winners(scores, 4)
@@ -236,15 +236,16 @@ def v4() -> str:
         parts.append(rect(x - wide / 2 + 6, 194 - scores[n] * 0.6, wide - 12, scores[n] * 0.6, kind))
     parts += [
         write(raw, 64, "window", "other"),
-        write(left, 214, "ratio 4: the indexer scores entries and selects; ratio 128: all entries; others: none", "grey"),
+        write(left, 214, "ratio 4: the indexer scores and selects entries; ratio 128: all; other layers: none", "grey"),
     ]
+    both = [("one softmax over both, with a sink", "ink bold"), ("sparse_attn_decode", "code other")]
     for n in chosen:
         parts.append(line("chosen", (entries[n], 222), (entries[n], 242)))
     parts += [
         line("chosen", (entries[chosen[0]], 242), (entries[chosen[-1]], 242)),
         arrow("chosen", (470, 242), (470, 267)),
         arrow("other", (right, 81), (right + 12, 81), (right + 12, 299), (left + 431, 299)),
-        *box(left, 268, 430, 62, [("one softmax over both, with a sink", "ink bold"), ("sparse_attn_decode", "code other")]),
+        *box(left, 268, 430, 62, both),
         arrow("grey", (276, 299), (left - 1, 299)),
     ]
     return picture(350, "A layer of DeepSeek-V4: a window of raw keys and pooled entries in one softmax", parts)
@@ -259,7 +260,7 @@ def ratios(record: dict) -> str:
         if one["ratio"] is not None and any(peer in one["peer"] for peer in PEERS):
             by_suite.setdefault(one["suite"], []).append(one)
     if by_suite.keys() != SUITES.keys():
-        raise ValueError(f"SUITES: {sorted(by_suite.keys() ^ SUITES.keys())} are in the record or here, and not in both")
+        raise ValueError(f"SUITES: {sorted(by_suite.keys() ^ SUITES.keys())}: in the record alone, or here alone")
     groups: dict[tuple[str, ...], list[str]] = {}
     for suite in SUITES:
         peers = tuple(peer for peer in PEERS if any(peer in one["peer"] for one in by_suite[suite]))
@@ -298,7 +299,8 @@ def ratios(record: dict) -> str:
         write(WIDTH - 20, 54, "worst", "grey", "end"),
     ]
     foot = [write(20, y + 14 + 18 * n, text, "grey") for n, text in enumerate((*FOOTNOTES, under))]
-    return picture(y + 66, f"Times as fast as FlashMLA, DeepGEMM and vLLM on {record['gpu']}", head + parts + axis + foot)
+    title = f"Times as fast as FlashMLA, DeepGEMM and vLLM on {record['gpu']}"
+    return picture(y + 66, title, head + parts + axis + foot)
 
 
 if __name__ == "__main__":

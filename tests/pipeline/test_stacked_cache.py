@@ -148,6 +148,6 @@ def test_layers_selected_inside_land_in_the_first(layer, layout, select, device)
     torch.compile(selecting, fullgraph=True, dynamic=True)(mine, *step)
     assert not torch.equal(mine, theirs), (
         f"torch {torch.__version__} selects from a stacked cache correctly inside a dynamic compiled region: where no "
-        "older version is supported, allow stacked caches in the contract and the README, and keep this as a test of it"
+        "older version is supported, allow stacked caches in the contract and on compile.md, and keep this as a test of it"
     )
     assert torch.equal(mine[0], theirs[-1])
