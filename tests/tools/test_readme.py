@@ -2,6 +2,7 @@
 README is short, shows pictures, and leads to every page."""
 
 import functools
+import importlib
 import re
 from pathlib import Path
 
@@ -42,6 +43,9 @@ def run(code):
         exec(compile(code, str(README), "exec"), names)
     finally:
         torch.set_default_device(None)  # setting what was the default leaves a mode that Dynamo cannot trace
+        if "bridge.register()" in code:
+            bridge = importlib.import_module("sparse_attn.integrations.transformers")
+            bridge.unregister()
     return names
 
 
