@@ -3,9 +3,6 @@
 
 Nothing is written down here. Calls of many sizes, and those of sparse_attn/testing/slow_paths.py, are put to every
 kernel of every target; what it refuses, in its own words, is what it takes.
-
-    scripts/support_table.py            prints the table
-    scripts/support_table.py --write    puts it into docs/pages/support.md
 """
 
 from __future__ import annotations
@@ -29,18 +26,12 @@ from sparse_attn.framework.target import TARGETS, Target  # noqa: E402
 from sparse_attn.testing import slow_paths  # noqa: E402
 from sparse_attn.testing.slow_paths import Call  # noqa: E402
 
-PAGE = ROOT / "scripts" / "docs" / "pages" / "support.md"
 BEGIN, END = "<!-- scripts/support_table.py --write -->", "<!-- end -->"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="into docs/pages/support.md")
-    options = parser.parse_args()
-    if options.write:
-        PAGE.write_text(written(PAGE.read_text(), table()))
-    else:
-        print(table())
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    print(table())
     return 0
 
 
@@ -49,7 +40,7 @@ def written(text: str, table: str) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"{PAGE}: lacks {BEGIN} or {END}")
+        raise ValueError(f"text: lacks {BEGIN} or {END}")
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
 
 

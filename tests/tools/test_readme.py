@@ -103,11 +103,6 @@ def test_the_compiled_forward_serves_any_length(length, monkeypatch):
             exec(compile(code[code.index("plan = build_step_plan") :], "compile.md", "exec"), names)
 
 
-def test_the_support_table_is_what_the_kernels_answer():
-    text = support_table.PAGE.read_text()
-    assert text == support_table.written(text, support_table.table()), "run scripts/support_table.py --write"
-
-
 def test_ci_runs_a_row_of_the_table_of_versions():
     page = (PAGES / "index.md").read_text()
     rows = re.findall(r"^\| (\d[^|]*) \| (\d[^|]*) \| (\d[^|]*) \| (.*) \|$", page, re.MULTILINE)
