@@ -131,8 +131,21 @@ def block_bytes(layout: Layout, block_size: int) -> int:
 
 def allocate_cache(layout: Layout, num_blocks: int, block_size: int, device: torch.device | str) -> torch.Tensor:
     """A zeroed cache [num_blocks, block_size, row] of ``layout``, as mark_cache marks it; blocks of a planar KV layout
-    stand apart as the field pads them. TypeError for what is no layout or no number, ValueError for sizes that
-    check_cache would refuse."""
+    stand apart as the field pads them.
+
+    Args:
+        layout: what the bytes mean, such as ``cache_layouts(...).kv``.
+        num_blocks: 0 or more.
+        block_size: tokens of a block, at least 1.
+        device: of the cache.
+
+    Returns:
+        [num_blocks, block_size, layout.row] of layout.dtype.
+
+    Raises:
+        TypeError: what is no layout or no number.
+        ValueError: sizes that check_cache would refuse.
+    """
     if not isinstance(layout, Layout):
         raise TypeError(f"layout: got {layout!r}, allowed: a layout, such as cache_layouts returns")
     checks.check_at_least("num_blocks", num_blocks, 0)
@@ -168,9 +181,20 @@ def allocate_side_by_side(
 
 
 def mark_cache(cache: torch.Tensor) -> torch.Tensor:
-    """``cache`` [num_blocks, block_size, row], marked for torch.compile: its row is a constant, and its first two sizes
-    are symbols of their own, so that none is taken for a batch size or a length that happens to be equal. Caches that
-    this library allocates are marked. Mark caches made by hand, views and copies before you pass them to a compiled
-    function. TypeError for no tensor."""
+    """``cache`` [num_blocks, block_size, row], marked for torch.compile.
+
+    Its row is a constant, and its first two sizes are symbols of their own, so that none is taken for a batch size or a
+    length that happens to be equal. Caches that this library allocates are marked. Mark caches made by hand, views and
+    copies before you pass them to a compiled function.
+
+    Args:
+        cache: [num_blocks, block_size, row].
+
+    Returns:
+        ``cache`` itself.
+
+    Raises:
+        TypeError: no tensor.
+    """
     checks.check_tensor("cache", cache)
     return mark_sizes(cache, dynamic=(0, 1), static=(2,))

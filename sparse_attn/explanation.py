@@ -49,12 +49,20 @@ REFERENCE, NOTHING = "reference", "none"
 
 @dataclass(frozen=True)
 class Explanation:
-    """kernel: "reference" where PyTorch runs instead, "none" where there is nothing to compute. plan: the kernel's own,
-    see its operator; None without a kernel. floors: None for a GPU that is not in roofline.GPUS; they count every list
-    of keys full, every range whole, and rows in as many groups as there can be. passed_over: (kernel, reason) of those
-    that come before it in the table. scratch: of all launches. facts: (name, value) of what the plan does not say: CTAs
-    of a launch, rows that are scored and selected at once, whether top_k_per_row reads four scores at a time (aligned).
-    scores: of an operator that scores and selects, how it scores; the rest is of the selection.
+    """Which kernel a call takes, and why.
+
+    Attributes:
+        op: the public function.
+        kernel: "reference" where PyTorch runs instead, "none" where there is nothing to compute.
+        target: where it runs.
+        plan: the kernel's own, see its operator; None without a kernel.
+        scratch: of all launches.
+        passed_over: (kernel, reason) of those that come before it in the table.
+        floors: None for a GPU that is not in roofline.GPUS; they count every list of keys full, every range whole, and
+            rows in as many groups as there can be.
+        facts: (name, value) of what the plan does not say: CTAs of a launch, rows that are scored and selected at once,
+            whether top_k_per_row reads four scores at a time (aligned).
+        scores: of an operator that scores and selects, how it scores; the rest is of the selection.
     """
 
     op: str
@@ -117,12 +125,18 @@ class Explanation:
 def explain(op: str, *args: object, target: Target | str | None = None, **kwargs: object) -> Explanation:
     """Which kernel a call takes and why, without the call.
 
-    op: a public function that has several kernels, such as "top_k_per_row". args, kwargs: its own, ``impl`` among them;
-    tensors may be real, of any device, or on the meta device, whose addresses count as aligned. target: a name such as
-    "sm_90", or what ``target_of`` returns; None: where the tensors are, and of those on the meta device this machine's
-    GPU, or an H200 where it has none.
+    Args:
+        op: a public function that has several kernels, such as "top_k_per_row".
+        *args: its own; tensors may be real, of any device, or on the meta device, whose addresses count as aligned.
+        target: a name such as "sm_90", or what ``target_of`` returns; None: where the tensors are, and of those on the
+            meta device this machine's GPU, or an H200 where it has none.
+        **kwargs: its own, ``impl`` among them.
 
-    Raises what the call raises for its arguments, and ValueError for an operator without a choice.
+    Returns:
+        An Explanation, which prints.
+
+    Raises:
+        TypeError, ValueError: what the call raises for its arguments; an operator without a choice.
     """
     if isinstance(target, str):
         if target not in TARGETS:

@@ -87,7 +87,14 @@ def _name() -> str:
 
 @dataclass(frozen=True)
 class PlainLayout:
-    """Unquantised rows: ``latent`` values that are key and value, then ``rope`` values that are key alone."""
+    """Unquantised rows: ``latent`` values that are key and value, then ``rope`` values that are key alone.
+
+    Attributes:
+        dtype_name: "bf16", "fp16" or "fp32".
+        latent: values of a row that are key and value.
+        rope: values of a row that are key alone.
+        name: what the operators' schemas call the layout.
+    """
 
     dtype_name: str
     latent: int
@@ -133,6 +140,12 @@ class IndexFp8Layout:
     """Index keys, block-planar: a block's fp8 codes token after token, then its fp32 scales (132 bytes at dim 128).
 
     Token o of a block: codes at [o * dim, (o + 1) * dim), scale at block_size * dim + 4 * o.
+
+    Attributes:
+        dim: values of a key.
+        flavour: "e4m3fn" or "e4m3fnuz".
+        scale_rule: "pow2" or "raw".
+        name: what the operators' schemas call the layout.
     """
 
     dim: int
@@ -184,6 +197,10 @@ class IndexMxfp4Layout:
     Token o of a block: codes at [o * code_bytes, (o + 1) * code_bytes), the even value of a byte in its low bits;
     scales at block_size * code_bytes + o * groups, one for every 32 values. sparse_attn.mxfp4 says how values are
     rounded. A token's queries are a block of this layout, whose tokens are its heads.
+
+    Attributes:
+        dim: values of a key, a multiple of 32.
+        name: what the operators' schemas call the layout.
     """
 
     dim: int
@@ -237,7 +254,14 @@ class IndexMxfp4Layout:
 class LatentFp8Layout:
     """MLA latents, interleaved per token: fp8 latent, its fp32 group scales, bf16 rope (656 bytes at 512 + 64).
 
-    scale_floor: the least scale, before it is rounded up under "pow2"; None: LATENT_SCALE_FLOOR of the rule.
+    Attributes:
+        latent: fp8 values of a token, which are key and value.
+        rope: bf16 values behind them, which are key alone.
+        group: values of a scale.
+        flavour: "e4m3fn" or "e4m3fnuz".
+        scale_rule: "raw" or "pow2".
+        scale_floor: the least scale, before it is rounded up under "pow2"; None: LATENT_SCALE_FLOOR of the rule.
+        name: what the operators' schemas call the layout.
     """
 
     latent: int
@@ -329,8 +353,15 @@ class PlanarFp8Layout:
     """Keys that are values in full, block-planar: per token fp8 ``latent`` and bf16 ``rope`` values, and behind a
     block's tokens their ue8m0 group scales (584 bytes a token at 448 + 64).
 
-    Token o of a block: codes at o * token_bytes, rope behind them; scale bytes at block_size * token_bytes +
-    o * scale_bytes, one per group, then padding, written 0. Values are rounded to bf16 before a group's amax is taken.
+    Token o of a block: codes at o * token_bytes, rope behind them; scale bytes at block_size * token_bytes + o *
+    scale_bytes, one per group, then padding, written 0. Values are rounded to bf16 before a group's amax is taken.
+
+    Attributes:
+        latent: fp8 values of a token.
+        rope: bf16 values behind them.
+        group: values of a scale.
+        flavour: "e4m3fn" or "e4m3fnuz".
+        name: what the operators' schemas call the layout.
     """
 
     latent: int

@@ -20,8 +20,17 @@ DIMENSIONS = ("data", "context", "tensor")  # of the grid, the slowest first
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that share one dimension: how many, which of them this one is, and their process group's name (as
-    torch.distributed's ``group.group_name``). One rank has no group and calls no collective."""
+    """The processes that share one dimension. One rank has no group and calls no collective.
+
+    Attributes:
+        size: how many.
+        rank: which of them this one is.
+        group: their process group's name (as torch.distributed's ``group.group_name``).
+
+    Raises:
+        TypeError: sizes that are no integers.
+        ValueError: a rank outside of them, or a group that does not suit the size.
+    """
 
     size: int = 1
     rank: int = 0
@@ -55,18 +64,24 @@ def check_expert(expert: int, tensor: int, context: int, data: int = 1) -> None:
 class Mesh:
     """The ranks of one process.
 
-    tensor: each holds its heads, its part of the inner width of MLPs, and its rows of the vocabulary. context: each
-    holds its blocks of the paged caches. Tensor and context ranks are one replica: they compute the same tokens. data:
-    replicas, each of which serves requests of its own. expert: each rank holds its own routed experts. Where there are
-    more of these than a replica has ranks, replicas share experts: they run every step together, with as many rows
+    Tensor and context ranks are one replica: they compute the same tokens. Where there are more expert ranks than a
+    replica has ranks, replicas share experts: they run every step together, with as many rows
     (pipeline.parallel.experts).
 
-    expert_tensor: the ranks that shard the inner width of the same experts, where there are fewer expert ranks than
-    tensor ranks. expert_sum: the ranks that shard the shared experts, and over which outputs of all experts are summed:
-    those of tensor or of expert, whichever are more. Collectives of expert_tensor go over them, too.
+    Attributes:
+        tensor: each holds its heads, its part of the inner width of MLPs, and its rows of the vocabulary.
+        context: each holds its blocks of the paged caches.
+        data: replicas, each of which serves requests of its own.
+        expert: each rank holds its own routed experts.
+        expert_sum: the ranks that shard the shared experts, and over which outputs of all experts are summed: those of
+            tensor or of expert, whichever are more. Collectives of expert_tensor go over them, too.
+        expert_tensor: the ranks that shard the inner width of the same experts, where there are fewer expert ranks than
+            tensor ranks.
+        sharded: where there are context ranks, the mesh of a step whose rows are sharded over them: to experts, each is
+            a replica then. None: there are none.
 
-    sharded: where there are context ranks, the mesh of a step whose rows are sharded over them: to experts, each is a
-    replica then. None: there are none.
+    Raises:
+        ValueError: expert ranks that do not suit the grid.
     """
 
     tensor: Ranks = ALONE
@@ -125,8 +140,16 @@ def mesh_of(grid: DeviceMesh, *, experts: DeviceMesh | None = None) -> Mesh:
     """The mesh of this process in torch's ``grid``, whose dimensions are named as DIMENSIONS; those that are missing
     have one rank.
 
-    experts: a mesh of the same processes with a dimension "expert": of neighbours where there are at least as many as
-    tensor ranks, else of every (tensor / expert)-th within a tensor group. None: one expert rank.
+    Args:
+        grid: a DeviceMesh of "data", "context" and "tensor".
+        experts: a mesh of the same processes with a dimension "expert": of neighbours where there are at least as many
+            as tensor ranks, else of every (tensor / expert)-th within a tensor group. None: one expert rank.
+
+    Returns:
+        A Mesh.
+
+    Raises:
+        ValueError: other dimensions, or expert ranks that do not suit the grid.
     """
     named = {}
     for mesh, allowed in ((grid, DIMENSIONS), (experts, ("expert",))):
@@ -153,9 +176,22 @@ def show_mesh(mesh: Mesh) -> dict[str, int]:
 
 
 def planned_mesh(*, tensor: int = 1, context: int = 1, data: int = 1, expert: int = 1, place: int = 0) -> Mesh:
-    """The mesh of the process at ``place`` of a grid that does not run: its groups have names and no processes. What
-    is computed from shapes takes it; no collective does. ValueError for sizes below 1, a place outside of the grid, and
-    what check_expert refuses."""
+    """The mesh of the process at ``place`` of a grid that does not run: its groups have names and no processes. What is
+    computed from shapes takes it; no collective does.
+
+    Args:
+        tensor: ranks of the dimension, as are the next three.
+        context: see tensor.
+        data: see tensor.
+        expert: see tensor.
+        place: the process, 0 to their product without experts.
+
+    Returns:
+        A Mesh.
+
+    Raises:
+        ValueError: sizes below 1, a place outside of the grid, and what check_expert refuses.
+    """
     for name, size in (("tensor", tensor), ("context", context), ("data", data), ("expert", expert)):
         checks.check_at_least(name, size, 1)
     checks.check_integer("place", place)

@@ -13,8 +13,9 @@ from sparse_attn.framework.torch_private import exported
 class Ragged(NamedTuple):
     """Rows of different length, packed one after the other.
 
-    indices: int32 [capacity]; row t owns indices[indptr[t]:indptr[t + 1]], the tail beyond indptr[-1] is -1.
-    indptr: int32 [rows + 1]. The capacity is known on the host, the live size indptr[-1] only on the device.
+    Attributes:
+        indices: int32 [capacity]; row t owns indices[indptr[t]:indptr[t + 1]], the tail beyond indptr[-1] is -1.
+        indptr: int32 [rows + 1]. The capacity is known on the host, the live size indptr[-1] only on the device.
     """
 
     indices: torch.Tensor
@@ -23,10 +24,14 @@ class Ragged(NamedTuple):
 
 @exported
 class AttentionOutput(NamedTuple):
-    """out: [tokens, heads, d_v]; lse: fp32 [tokens, heads], natural log, without the sink, -inf for an empty row.
+    """What attention gives.
 
     Callers unpack the pair, so it stays a pair. A row's largest score (FlashMLA's max_logits) is not returned. Whatever
     a keyword may add comes in a type of its own.
+
+    Attributes:
+        out: [tokens, heads, d_v].
+        lse: fp32 [tokens, heads], natural log, without the sink, -inf for an empty row.
     """
 
     out: torch.Tensor
@@ -35,8 +40,13 @@ class AttentionOutput(NamedTuple):
 
 @exported
 class QuantisedQuery(NamedTuple):
-    """query: [tokens, index_heads, dim], uint8 holding fp8 or the input dtype, or MXFP4 codes and scales
-    [tokens, index_heads, dim / 2 + dim / 32]; weights: fp32 [tokens, index_heads]."""
+    """What index logits take of queries.
+
+    Attributes:
+        query: [tokens, index_heads, dim], uint8 holding fp8 or the input dtype, or MXFP4 codes and scales [tokens,
+            index_heads, dim / 2 + dim / 32].
+        weights: fp32 [tokens, index_heads].
+    """
 
     query: torch.Tensor
     weights: torch.Tensor
@@ -44,8 +54,12 @@ class QuantisedQuery(NamedTuple):
 
 @exported
 class IndexKeys(NamedTuple):
-    """Gathered index keys. keys: [capacity, dim] (uint8 holding fp8, or floating); scales: fp32 [capacity] or None.
-    MXFP4: codes uint8 [capacity, dim / 2]; ue8m0 bytes [capacity, dim / 32]."""
+    """Gathered index keys.
+
+    Attributes:
+        keys: [capacity, dim] (uint8 holding fp8, or floating); MXFP4: codes uint8 [capacity, dim / 2].
+        scales: fp32 [capacity] or None; MXFP4: ue8m0 bytes [capacity, dim / 32].
+    """
 
     keys: torch.Tensor
     scales: torch.Tensor | None
@@ -58,15 +72,20 @@ class StepPlan(NamedTuple):
     Rows [0, num_decodes * next_n) are decode rows, the others prefill rows; a padded row has request -1, position -1,
     limit 0 and slot -1.
 
-    request_ids: int32 [tokens], positions: int32 [tokens], limits: int32 [tokens] (position + 1, 0 for padding),
-    slot_mapping: int64 [tokens], block_table: int32 [requests, max_blocks],
-    context_lens: int32 [num_decodes, next_n] (the limits of the decode rows),
-    kv_indptr: int32 [prefill requests + 1] (cumulative sequence lengths of the prefill requests),
-    kv_start, kv_end: int32 [prefill tokens] (each prefill row's range in the keys gathered by kv_indptr),
-    kv_capacity: rows the gathered keys may take; the host's bound on kv_indptr[-1]. max_context: the host's bound on
-    every length. ring_table: int32 [requests, ring blocks] or None, the blocks of each request's rings (window keys,
-    compressor state): position p lies in column (p // block_size) % ring blocks; slot_mapping then points into the
-    rings.
+    Attributes:
+        request_ids: int32 [tokens].
+        positions: int32 [tokens].
+        limits: int32 [tokens] (position + 1, 0 for padding).
+        slot_mapping: int64 [tokens].
+        block_table: int32 [requests, max_blocks].
+        context_lens: int32 [num_decodes, next_n] (the limits of the decode rows).
+        kv_indptr: int32 [prefill requests + 1] (cumulative sequence lengths of the prefill requests).
+        kv_start: int32 [prefill tokens] (first of each prefill row's range in the keys gathered by kv_indptr).
+        kv_end: int32 [prefill tokens] (the end of that range).
+        kv_capacity: rows the gathered keys may take; the host's bound on kv_indptr[-1].
+        max_context: the host's bound on every length.
+        ring_table: int32 [requests, ring blocks] or None, the blocks of each request's rings (window keys, compressor
+            state): position p lies in column (p // block_size) % ring blocks; slot_mapping then points into the rings.
     """
 
     request_ids: torch.Tensor
@@ -85,7 +104,12 @@ class StepPlan(NamedTuple):
 
 @exported
 class Caches(NamedTuple):
-    """One tensor per layer. ``index`` holds None for layers that share another layer's selection."""
+    """One tensor per layer.
+
+    Attributes:
+        kv: latents and rotated keys.
+        index: index keys; None for layers that share another layer's selection.
+    """
 
     kv: tuple[torch.Tensor, ...]
     index: tuple[torch.Tensor | None, ...]
@@ -95,8 +119,12 @@ class Caches(NamedTuple):
 class WindowCaches(NamedTuple):
     """One tensor per layer, None where the layer has no such cache.
 
-    kv: rings of raw keys. compressed: entries, paged. index: the entries' index keys, paged. state, index_state: fp32
-    rings of tokens that the compressors of entries and of index keys have not pooled yet.
+    Attributes:
+        kv: rings of raw keys.
+        compressed: entries, paged.
+        index: the entries' index keys, paged.
+        state: fp32 rings of tokens that the compressors of entries have not pooled yet.
+        index_state: as state, of index keys.
     """
 
     kv: tuple[torch.Tensor, ...]
@@ -110,12 +138,15 @@ class WindowCaches(NamedTuple):
 class CompressedPlan(NamedTuple):
     """What a step needs beside its StepPlan for entries that each stand for ``ratio`` tokens. All counts are entries.
 
-    limits: int32 [tokens], entries each row may see. context_lens: int32 [num_decodes, next_n], those of the decode
-    rows.
-    slot_mapping: int64 [tokens], where the entry that a row completes goes, -1 for rows that complete none.
-    kv_indptr: int32 [prefill requests + 1] (cumulative entries of the prefill requests), kv_start, kv_end: int32
-    [prefill tokens] (each prefill row's range in the entries gathered by kv_indptr). kv_capacity, max_context: the
-    host's bounds.
+    Attributes:
+        limits: int32 [tokens], entries each row may see.
+        context_lens: int32 [num_decodes, next_n], those of the decode rows.
+        slot_mapping: int64 [tokens], where the entry that a row completes goes, -1 for rows that complete none.
+        kv_indptr: int32 [prefill requests + 1] (cumulative entries of the prefill requests).
+        kv_start: int32 [prefill tokens] (first of each prefill row's range in the entries gathered by kv_indptr).
+        kv_end: int32 [prefill tokens] (the end of that range).
+        kv_capacity: the host's bound on kv_indptr[-1].
+        max_context: the host's bound on every length.
     """
 
     limits: torch.Tensor
@@ -132,9 +163,11 @@ class CompressedPlan(NamedTuple):
 class WindowPlan(NamedTuple):
     """The raw keys that a step's prefill rows see in their window, gathered request by request.
 
-    kv_indptr: int32 [prefill requests + 1], cumulative rows. starts: int32 [prefill requests], position of each
-    request's first row. offsets: int32 [prefill tokens], position + offset is its row; 0 for padding.
-    capacity: the host's bound on kv_indptr[-1].
+    Attributes:
+        kv_indptr: int32 [prefill requests + 1], cumulative rows.
+        starts: int32 [prefill requests], position of each request's first row.
+        offsets: int32 [prefill tokens], position + offset is its row; 0 for padding.
+        capacity: the host's bound on kv_indptr[-1].
     """
 
     kv_indptr: torch.Tensor
@@ -145,8 +178,14 @@ class WindowPlan(NamedTuple):
 
 @exported
 class HyperMix(NamedTuple):
-    """collapsed: [tokens, hidden], what the sublayer takes. post: fp32 [tokens, streams], where its output goes. comb:
-    fp32 [tokens, streams, streams], how the streams mix: new[k] = post[k] * output + sum_j comb[j, k] * old[j]."""
+    """What a sublayer takes, and how its output and the streams are mixed.
+
+    Attributes:
+        collapsed: [tokens, hidden], what the sublayer takes.
+        post: fp32 [tokens, streams], where its output goes.
+        comb: fp32 [tokens, streams, streams], how the streams mix: new[k] = post[k] * output + sum_j comb[j, k] *
+            old[j].
+    """
 
     collapsed: torch.Tensor
     post: torch.Tensor
@@ -155,8 +194,13 @@ class HyperMix(NamedTuple):
 
 @exported
 class Logprobs(NamedTuple):
-    """drawn: fp32 [rows], natural log-probability of each row's token. ids: int64 [rows, best], the most likely tokens,
-    in this order. values: fp32 [rows, best], theirs."""
+    """Log-probabilities of tokens.
+
+    Attributes:
+        drawn: fp32 [rows], natural log-probability of each row's token.
+        ids: int64 [rows, best], the most likely tokens, in this order.
+        values: fp32 [rows, best], theirs.
+    """
 
     drawn: torch.Tensor
     ids: torch.Tensor

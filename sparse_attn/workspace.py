@@ -55,7 +55,12 @@ class Scratch(NamedTuple):
 
 
 class WorkspaceSize(NamedTuple):
-    """nbytes: scratch bytes; counters: int64 counters beside them."""
+    """How much scratch.
+
+    Attributes:
+        nbytes: scratch bytes.
+        counters: int64 counters beside them.
+    """
 
     nbytes: int
     counters: int
@@ -84,7 +89,15 @@ def largest(sizes: Iterable[WorkspaceSize]) -> WorkspaceSize:
 
 class Workspace:
     """One owner's buffer. It grows on demand until ``lock``, or until an op takes from it while its stream is
-    capturing."""
+    capturing.
+
+    Args:
+        size: bytes and counters, what workspace_size returns.
+        device: where it lies.
+
+    Raises:
+        RuntimeError: during a capture.
+    """
 
     def __init__(self, size: WorkspaceSize | tuple[int, int], device: torch.device | str):
         self.device = torch.device(device)
@@ -116,8 +129,15 @@ class Workspace:
         self.locked = False
 
     def grow(self, size: WorkspaceSize, who: str) -> None:
-        """Make room for ``size``; RuntimeError when locked, captured or capturing, naming who asked, for how much, what
-        to raise."""
+        """Make room for ``size``.
+
+        Args:
+            size: bytes and counters.
+            who: asks, for the error.
+
+        Raises:
+            RuntimeError: locked, captured or capturing; it names who asked, for how much, what to raise.
+        """
         with self.turn:
             self._grow(size, who)
 
@@ -200,7 +220,18 @@ def _owner(device: torch.device) -> Workspace | None:
 
 
 def reserve(size: WorkspaceSize | tuple[int, int], device: torch.device | str) -> Workspace:
-    """Give the current stream of ``device`` a workspace of at least ``size``, and return it. It serves every thread."""
+    """Give the current stream of ``device`` a workspace of at least ``size``, and return it. It serves every thread.
+
+    Args:
+        size: bytes and counters, what workspace_size returns.
+        device: whose current stream.
+
+    Returns:
+        The Workspace, the same at every call.
+
+    Raises:
+        RuntimeError: it would grow though it is locked, captured or capturing; or a new one is made during a capture.
+    """
     key = _key(torch.device(device))
     with _reserving:
         owner = _reserved.get(key)
@@ -211,20 +242,38 @@ def reserve(size: WorkspaceSize | tuple[int, int], device: torch.device | str) -
 
 
 def release(device: torch.device | str) -> None:
-    """Forget what was reserved for the current stream of ``device``; eager calls allocate again. A graph that reads it
-    needs the workspace that ``reserve`` returned."""
+    """Forget what was reserved for the current stream of ``device``; eager calls allocate again.
+
+    A graph that reads it needs the workspace that ``reserve`` returned.
+
+    Args:
+        device: whose current stream.
+    """
     _reserved.pop(_key(torch.device(device)), None)
 
 
 def current(device: torch.device | str) -> Workspace | None:
-    """The workspace that ops of this thread on the current stream of ``device`` take scratch from."""
+    """The workspace that ops of this thread on the current stream of ``device`` take scratch from.
+
+    Args:
+        device: whose current stream.
+
+    Returns:
+        The Workspace; None: ops allocate.
+    """
     return _owner(torch.device(device))
 
 
 class use:
     """The block in which ``workspace`` serves this thread on the current stream of its device; a captured graph keeps
-    its own this way. Blocks may end in any order (in generators), and in another thread than they began in. One that
-    ends drops its workspace, whoever still refers to it."""
+    its own this way.
+
+    Blocks may end in any order (in generators), and in another thread than they began in. One that ends drops its
+    workspace, whoever still refers to it.
+
+    Args:
+        workspace: what ``reserve`` returned, or one of your own.
+    """
 
     __slots__ = ("key", "workspace")
     key: Key

@@ -55,8 +55,18 @@ def convert(
 
     A shard at a time; the folder is there whole or not at all. Tokenizer and other texts are copied. Layers of
     multi-token prediction come along, but for "fused", which has none; a DSpark drafter does not, a warning says so.
-    Returns the spec and the bytes of the weights.
-    ValueError names a weight that the form cannot hold as it is.
+
+    Args:
+        source: the checkpoint's folder.
+        folder: of the new one.
+        form: "published", "flash-base", "fp8-e8m0", "fused" or "bf16".
+        progress: is told the bytes of every tensor once it is written, and of all.
+
+    Returns:
+        The spec and the bytes of the weights.
+
+    Raises:
+        ValueError: names a weight that the form cannot hold as it is.
     """
     source, folder = Path(source), Path(folder)
     opened = open_checkpoint(source, mtp=None)

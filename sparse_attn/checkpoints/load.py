@@ -49,13 +49,23 @@ def load(
 ) -> tuple[Spec | CompressedSpec, dict[str, Weight]]:  # fmt: skip
     """(spec, params) of the checkpoint in ``folder`` on ``device``. Every tensor is copied straight to its place there.
 
-    dtype: of weights that are not quantised, and of those that are expanded. expand: expand all quantised weights to
-    ``dtype``; False: they stay packed, as the files have them, but for those of models.params.EXPANDED. mtp: read the
-    layers of multi-token prediction, too, by the names of models.shapes.prediction_shapes. progress: is told the bytes
-    of each tensor of the files once it is read, and those of all that are. ValueError names the config key or the
-    weight at fault, and the file it is in. Faults that headers show are found before anything is allocated. mesh: the
-    ranks that this process is one of, which reads its part of the weights (checkpoints.sharding) and nothing else;
-    bytes told are those of its part.
+    Args:
+        folder: holds a config.json and safetensors files.
+        device: where weights lie.
+        dtype: of weights that are not quantised, and of those that are expanded.
+        expand: expand all quantised weights to ``dtype``; False: they stay packed, as the files have them, but for
+            those of models.params.EXPANDED.
+        mtp: read the layers of multi-token prediction, too, by the names of models.shapes.prediction_shapes.
+        mesh: the ranks that this process is one of, which reads its part of the weights (checkpoints.sharding) and
+            nothing else; bytes told are those of its part.
+        progress: is told the bytes of each tensor of the files once it is read, and those of all that are.
+
+    Returns:
+        The spec, and weights by name, as Model takes them.
+
+    Raises:
+        ValueError: names the config key or the weight at fault, and the file it is in. Faults that headers show are
+            found before anything is allocated.
     """
     opened = open_checkpoint(folder, mtp=mtp)
     spec, checkpoint = opened.spec, opened.checkpoint

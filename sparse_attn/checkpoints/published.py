@@ -37,8 +37,19 @@ def write_published(
 ) -> int:  # fmt: skip
     """Write random weights of ``spec`` into ``folder``, which must be empty or missing; a shard per layer.
 
-    progress: is told the bytes of every tensor once it is drawn, and of all. Returns the bytes of all. ValueError for a
-    form that checkpoints of the architecture do not have, and OSError where the disk has no room.
+    Args:
+        folder: of the checkpoint.
+        spec: of the model.
+        form: see checkpoints.convert.convert.
+        seed: of the weights.
+        progress: is told the bytes of every tensor once it is drawn, and of all.
+
+    Returns:
+        The bytes of all.
+
+    Raises:
+        ValueError: a form that checkpoints of the architecture do not have.
+        OSError: the disk has no room.
     """
     made = form_of(spec, form)
     predicted = predicted_of(made)

@@ -26,10 +26,23 @@ def random_packed_params(
 ) -> dict[str, Weight]:  # fmt: skip
     """Seeded weights of ``spec`` on ``device``, in the layouts that loading(expand=False) gives those of ``form``.
 
-    form: of checkpoints.formats. dtype: of weights that are not packed. Codes are random bytes, none NaN; scales give a
-    weight unit gain. Values depend on the kind of device. mesh: whose part of the weights is drawn. All ranks draw
-    alike, so what lies on each of them is the same; what is sharded is not one process's. ValueError for a form that
-    the architecture does not have. mtp: with a layer of multi-token prediction.
+    Codes are random bytes, none NaN; scales give a weight unit gain. Values depend on the kind of device.
+
+    Args:
+        spec: of the model.
+        seed: of the weights.
+        device: where they lie.
+        dtype: of weights that are not packed.
+        form: see checkpoints.convert.convert.
+        mesh: whose part of the weights is drawn. All ranks draw alike, so what lies on each of them is the same; what
+            is sharded is not one process's.
+        mtp: with a layer of multi-token prediction.
+
+    Returns:
+        Weights by name, as Model takes them.
+
+    Raises:
+        ValueError: a form that the architecture does not have.
     """
     made = form_of(spec, form)
     generator = torch.Generator(device).manual_seed(seed)

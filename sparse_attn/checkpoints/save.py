@@ -49,11 +49,20 @@ def save(
     Both files are replaced or neither is: where writing fails, the old checkpoint stays. The index and the shards of an
     old checkpoint are removed. Other files stay.
 
-    params: the forward's weights, and those of multi-token prediction if they are there; rope tables among them are
-    left out. Codes and scales of packed weights are written as they are, and the config says what they mean. dtype: of
-    the other weights, kv_b among them, but for those the forward keeps in fp32. names: "transformers" (experts fused)
-    or "published" (a tensor an expert; DeepSeek-V4 by DeepSeek's names). Returns the bytes of the weights. ValueError
-    names a weight that is missing or misshaped, or the part of the spec that no config.json can express.
+    Args:
+        folder: of the checkpoint.
+        spec: of the model.
+        params: the forward's weights, and those of multi-token prediction if they are there; rope tables among them are
+            left out. Codes and scales of packed weights are written as they are, and the config says what they mean.
+        dtype: of the other weights, kv_b among them, but for those the forward keeps in fp32.
+        names: "transformers" (experts fused) or "published" (a tensor an expert; DeepSeek-V4 by DeepSeek's names).
+
+    Returns:
+        The bytes of the weights.
+
+    Raises:
+        ValueError: names a weight that is missing or misshaped, or the part of the spec that no config.json can
+            express.
     """
     try:
         from safetensors import SafetensorError

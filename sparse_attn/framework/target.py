@@ -18,8 +18,13 @@ IMPLEMENTATIONS = ("auto", "reference", "triton")
 class Target:
     """What a launch configuration may depend on.
 
-    arch: compute capability as major * 10 + minor on NVIDIA (90), the gfx number on AMD ("gfx942"), "" elsewhere.
-    shared_memory: bytes one program may hold. warp_size: threads that execute together.
+    Attributes:
+        vendor: "nvidia", "amd" or "cpu".
+        arch: compute capability as major * 10 + minor on NVIDIA (90), the gfx number on AMD ("gfx942"), "" elsewhere.
+        num_sms: multiprocessors, or compute units.
+        shared_memory: bytes one program may hold.
+        warp_size: threads that execute together.
+        interpreted: whether Triton's interpreter runs kernels.
     """
 
     vendor: str  # "nvidia", "amd", "cpu"
@@ -96,7 +101,17 @@ def _of_cuda(index: int) -> Target:
 
 
 def target_of(device: torch.device) -> Target:
-    """The target behind a torch device."""
+    """The target behind a torch device.
+
+    Args:
+        device: a CUDA or HIP device, or a CPU.
+
+    Returns:
+        A Target.
+
+    Raises:
+        RuntimeError: torch's, for a GPU that is not there.
+    """
     if device.type == "cuda":
         return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
     return INTERPRETED if os.environ.get("TRITON_INTERPRET", "0").lower() in YES else CPU

@@ -35,12 +35,21 @@ PIECE = 64  # steps replayed before the host looks whether all rows stopped
 
 
 class Generation(NamedTuple):
-    """tokens: generated ids per prompt. logits: fp32 [prompt + generated - 1, vocab] per prompt on the CPU, where asked
-    for. prefill_s: until every prompt has its first token. setup_s: compiling or capturing the decode step. decode_s:
-    the rest. logprobs: of the generated tokens per prompt, on the CPU, where asked for. accepted_per_step: with
-    speculation, tokens a decode step gave a row that was not over, the model's own included. cache_bytes: of this
-    process's caches. step_bytes: that it sends in a decode step (models.exchange). drafter: with
-    speculation, who drafted, "mtp" or "function"."""
+    """What ``generate`` gives.
+
+    Attributes:
+        tokens: generated ids per prompt.
+        logits: fp32 [prompt + generated - 1, vocab] per prompt on the CPU, where asked for.
+        prefill_s: until every prompt has its first token.
+        setup_s: compiling or capturing the decode step.
+        decode_s: the rest.
+        logprobs: of the generated tokens per prompt, on the CPU, where asked for.
+        accepted_per_step: with speculation, tokens a decode step gave a row that was not over, the model's own
+            included.
+        cache_bytes: of this process's caches.
+        step_bytes: that it sends in a decode step (models.exchange).
+        drafter: with speculation, who drafted, "mtp" or "function".
+    """
 
     tokens: list[list[int]]
     logits: list[torch.Tensor] | None
@@ -100,26 +109,38 @@ def generate(
 ) -> Generation:
     """Continue each prompt by up to ``max_new_tokens`` tokens, all prompts as one batch.
 
-    prompts: ids, in sequences or one-dimensional integer tensors.
-    sampling: one for all prompts, or one a prompt.
-    seeds: one a prompt. A prompt with a seed draws the same tokens alone and in any batch. None, for all prompts or for
-    one: the random stream (sampling.seed, place among the prompts); the first place draws what a prompt with the seed
-    sampling.seed draws.
-    block_size: tokens a block of the paged caches covers on a context rank; None: what suits the model. prefill_tokens:
-    tokens a prefill step takes at most, counted over requests; context ranks take as many as their scores fit the
-    model's logits_bytes. logprobs: how many of the most likely tokens to give the log-probabilities of, beside that of
-    the token drawn; None: none at all. They are the model's own, at temperature 1 without penalties and filters.
-    on_token: called with (place of the prompt, id) for each token, in order, as soon as the host has it; ends the
-    prompt where it returns True. compile: run the forward under torch.compile, as one graph of symbolic sizes. graph:
-    decode by replaying a captured step; with keep_logits or logprobs the host reads each step's before it replays the
-    next one. batch_invariant: as Model takes it; a prompt's tokens and log-probabilities do not depend on the
-    other prompts. speculate: drafts that a decode step verifies; the tokens are
-    those without. drafter: the function that drafts, see generation.speculation.Drafter; None: the model's layer of
-    multi-token prediction.
+    Args:
+        model: a Model.
+        prompts: ids, in sequences or one-dimensional integer tensors.
+        max_new_tokens: of each prompt.
+        sampling: one for all prompts, or one a prompt.
+        seeds: one a prompt. A prompt with a seed draws the same tokens alone and in any batch. None, for all prompts or
+            for one: the random stream (sampling.seed, place among the prompts); the first place draws what a prompt
+            with the seed sampling.seed draws.
+        block_size: tokens a block of the paged caches covers on a context rank; None: what suits the model.
+        prefill_tokens: tokens a prefill step takes at most, counted over requests; context ranks take as many as their
+            scores fit the model's logits_bytes.
+        keep_logits: give the logits.
+        logprobs: how many of the most likely tokens to give the log-probabilities of, beside that of the token drawn;
+            None: none at all. They are the model's own, at temperature 1 without penalties and filters.
+        on_token: called with (place of the prompt, id) for each token, in order, as soon as the host has it; ends the
+            prompt where it returns True.
+        compile: run the forward under torch.compile, as one graph of symbolic sizes.
+        graph: decode by replaying a captured step; with keep_logits or logprobs the host reads each step's before it
+            replays the next one.
+        batch_invariant: as Model takes it; a prompt's tokens and log-probabilities do not depend on the other prompts.
+        speculate: drafts that a decode step verifies; the tokens are those without.
+        drafter: the function that drafts, see generation.speculation.Drafter; None: the model's layer of multi-token
+            prediction.
+        progress: makes a bar, such as tqdm's, of (what, total).
 
-    TypeError for numbers of the wrong kind. ValueError for empty prompts, ids outside the vocabulary, prompts that with
-    their continuation exceed the model's positions, a block size that does not suit the model, and a graph where none
-    can be captured.
+    Returns:
+        A Generation.
+
+    Raises:
+        TypeError: numbers of the wrong kind.
+        ValueError: empty prompts, ids outside the vocabulary, prompts that with their continuation exceed the model's
+            positions, a block size that does not suit the model, and a graph where none can be captured.
     """
     model = model.invariant() if batch_invariant else model
     if model.mesh.expert_replicas > 1:

@@ -69,25 +69,39 @@ def check_capturable(
 class DecodeGraph(DecodeRows):
     """Captured decode of ``step`` (tokens int64 [B], caches, plan) -> logits [B, vocab], a Model for instance.
 
-    max_context: tokens a row may hold; a row that reaches it becomes padding. max_blocks: width of the block table.
-    ring_blocks: width of the ring table, for caches that have rings.
-    buckets: batch sizes to capture, the largest bounds the batch. workspace_size: what the step's ops need, reserved
-    and locked; None: what the warm-up takes. keep_logits: ``logits`` [largest bucket, vocab] holds the logits of the
-    last step, for work on the current stream between two runs. keep_logprobs: the streams hold the log-probability of
-    each token, under the model's own softmax. draws: sampling a row, in place of ``sampling``; of any number of rows.
-    ``load`` sets its values; which of its fields are None, and how many stop ids a row may have, stays.
-    speculate: drafts a step feeds behind each row's token, see generation.speculation; steps then take (drafts + 1)
-    rows a row, ``logits`` holds as many, and caches are to be allocated with next_n and step_rows of at least that.
-    drafter: a function that drafts, captured with the step; None: the layer of multi-token prediction of ``step``, a
-    Model with its weights, whose keys prefill_step wrote. predict: that layer under torch.compile.
-    batch_invariant: of a step that is, see Model. Every step runs the largest bucket then, so that what torch.compile
-    made has one shape whoever is there, too.
-
     ``load`` sets all rows at once. Between runs rows ``join`` and ``leave`` without touching the others.
 
     The graph owns its stream, its workspace and its state. Two graphs may run at the same time on caches of their own.
     A graph lives on the device of ``caches``; "the current stream" is that device's, whichever device is current. It
     may be freed, with its caches, while steps or the tokens of a TokenStream are still on their way.
+
+    Args:
+        step: what is captured.
+        caches: on a CUDA or HIP device.
+        max_context: tokens a row may hold; a row that reaches it becomes padding.
+        max_blocks: width of the block table.
+        ring_blocks: width of the ring table, for caches that have rings.
+        buckets: batch sizes to capture, the largest bounds the batch.
+        sampling: of every row.
+        workspace_size: what the step's ops need, reserved and locked; None: what the warm-up takes.
+        impl: "auto", "reference" or "triton", of the step's plan.
+        keep_logits: ``logits`` [largest bucket, vocab] holds the logits of the last step, for work on the current
+            stream between two runs.
+        keep_logprobs: the streams hold the log-probability of each token, under the model's own softmax.
+        draws: sampling a row, in place of ``sampling``; of any number of rows. ``load`` sets its values; which of its
+            fields are None, and how many stop ids a row may have, stays.
+        batch_invariant: of a step that is, see Model. Every step runs the largest bucket then, so that what
+            torch.compile made has one shape whoever is there, too.
+        speculate: drafts a step feeds behind each row's token, see generation.speculation; steps then take (drafts + 1)
+            rows a row, ``logits`` holds as many, and caches are to be allocated with next_n and step_rows of at least
+            that.
+        drafter: a function that drafts, captured with the step; None: the layer of multi-token prediction of ``step``,
+            a Model with its weights, whose keys prefill_step wrote.
+        predict: that layer under torch.compile.
+
+    Raises:
+        TypeError: wrong types.
+        ValueError: caches on a CPU; sampling or sizes out of range.
     """
 
     def __init__(
@@ -139,7 +153,19 @@ class DecodeGraph(DecodeRows):
         return len(self._graphs)
 
     def run(self, steps: int, *, least: int = 0) -> TokenStream:
-        """Replay ``steps`` decode steps; returns at once. A stopped row keeps drawing tokens that mean nothing."""
+        """Replay ``steps`` decode steps; returns at once. A stopped row keeps drawing tokens that mean nothing.
+
+        Args:
+            steps: 0 or more.
+            least: columns at least, of padding where no more rows are live.
+
+        Returns:
+            The tokens, as they arrive.
+
+        Raises:
+            ValueError: steps that are below 0 or more than the history holds.
+            RuntimeError: nothing is loaded.
+        """
         width = self._columns_of(least)
         if not 0 <= steps <= HISTORY:
             raise ValueError(f"steps: got {steps}, allowed: 0 to {HISTORY}")

@@ -123,14 +123,25 @@ class DecodeRows(ABC):
     ) -> None:
         """Set the live rows: the first n, and no others.
 
-        tokens: int64 [n], each row's next input. seq_lens: int32 [n], tokens of the row including that one, 0 for a row
-        that is out. block_table: int32 [n, at most max_blocks]. ring_table: int32 [n, ring_blocks], where the caches
-        have rings. seeds: int64 [n], what each row draws with; None: the streams (seed of the sampling, row), which
-        change with a request's row. draws: sampling of the n rows, where the loop was made with such. For a
-        loop that speculates: ends int32 [n], tokens that each row may hold, None: max_context; known int64 [n, at most
-        max_context], ids of the rows before the next input, where a drafter reads them. Tensors may lie on the host or
-        the device. The current stream waits until they are read. The host does not wait, so do not write
-        to pinned tensors until a token has arrived."""
+        Tensors may lie on the host or the device. The current stream waits until they are read. The host does not wait,
+        so do not write to pinned tensors until a token has arrived.
+
+        Args:
+            tokens: int64 [n], each row's next input.
+            seq_lens: int32 [n], tokens of the row including that one, 0 for a row that is out.
+            block_table: int32 [n, at most max_blocks].
+            ring_table: int32 [n, ring_blocks], where the caches have rings.
+            seeds: int64 [n], what each row draws with; None: the streams (seed of the sampling, row), which change with
+                a request's row.
+            draws: sampling of the n rows, where the loop was made with such.
+            ends: for a loop that speculates, int32 [n], tokens that each row may hold; None: max_context.
+            known: for a loop that speculates, int64 [n, at most max_context], ids of the rows before the next input,
+                where a drafter reads them.
+
+        Raises:
+            TypeError: wrong types or dtypes.
+            ValueError: wrong shapes, strides or devices, or a value out of range.
+        """
         rows = tokens.shape[0]
         if not 1 <= rows <= self.buckets[-1]:
             raise ValueError(f"tokens: got {rows} rows, allowed: 1 to {self.buckets[-1]}, the largest bucket")
@@ -159,8 +170,23 @@ class DecodeRows(ABC):
         ends: torch.Tensor | None = None,
         known: torch.Tensor | None = None,
     ) -> None:
-        """Set ``rows``, n of them that are not live, beside those that are. tokens: None: those that lie in the rows,
-        drawn by prefill_step into ``state``. The others: as ``load`` takes them."""
+        """Set ``rows``, n of them that are not live, beside those that are.
+
+        Args:
+            rows: places in the batch.
+            tokens: None: those that lie in the rows, drawn by prefill_step into ``state``.
+            seq_lens: as ``load`` takes them.
+            block_table: as ``load`` takes it.
+            ring_table: as ``load`` takes it.
+            seeds: as ``load`` takes them.
+            draws: as ``load`` takes them.
+            ends: as ``load`` takes them.
+            known: as ``load`` takes them.
+
+        Raises:
+            TypeError: wrong types or dtypes.
+            ValueError: wrong shapes; rows that are live.
+        """
         self._check_rows(rows, live=False)
         if tokens is not None and tokens.shape[0] != len(rows):
             raise ValueError(f"tokens: got {tokens.shape[0]} rows, allowed: {len(rows)}, those of rows")
@@ -248,7 +274,14 @@ class DecodeRows(ABC):
         self._note_table(row, self._table_of("block_table", blocks))
 
     def leave(self, rows: Sequence[int]) -> None:
-        """Take live ``rows`` out. Steps already asked for still run with them."""
+        """Take live ``rows`` out. Steps already asked for still run with them.
+
+        Args:
+            rows: places in the batch.
+
+        Raises:
+            ValueError: rows that are not live.
+        """
         self._check_rows(rows, live=True)
         for row in rows:
             self.leave_checked(row)

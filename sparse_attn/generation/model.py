@@ -29,17 +29,28 @@ class Weights(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """A forward's fixed arguments. params: what checkpoints.load or models.params give, all on one device.
-    batch_invariant: of every step: a row's bits depend on no other row. prefill_activations: "fp8" quantises what steps
-    with prefill rows multiply by packed weights; see models.deepseek_v32.forward. mesh: the ranks that this process is
-    one of; ``params`` are its share (checkpoints.sharding), ``spec`` is the whole model's. ValueError for quantised
-    rows where no weight is packed.
+    """A forward's fixed arguments.
 
     Every weight is a parameter under its own name ("layers.0.attn.q_a"), rope tables included, so that state_dict()
     holds what ``params`` does, and load_state_dict() takes it. A PackedWeight is two: its codes under its own name, and
     its scales under that with "_scale" behind. ``to`` moves all of them; a new dtype reaches those that models.params
     holds in the model's dtype, and no packed weight. Dynamo takes the numbers among a module's attributes for
     constants.
+
+    Args:
+        spec: the whole model's.
+        params: what checkpoints.load or models.params give, all on one device.
+        layouts: of the caches.
+        impl: "auto", "reference" or "triton".
+        logits_bytes: bound on the index scores held at a time.
+        batch_invariant: of every step: a row's bits depend on no other row.
+        prefill_activations: "fp8" quantises what steps with prefill rows multiply by packed weights; see
+            models.deepseek_v32.forward.
+        mesh: the ranks that this process is one of; ``params`` are its share (checkpoints.sharding).
+
+    Raises:
+        TypeError: wrong types.
+        ValueError: quantised rows where no weight is packed; options out of range.
     """
 
     embed: torch.nn.Parameter  # which every model has
@@ -128,7 +139,14 @@ class Model(torch.nn.Module):
         return self._predicts
 
     def predictor(self) -> Predictor:
-        """The layer of multi-token prediction, the same at every call; ValueError where the weights hold none."""
+        """The layer of multi-token prediction, the same at every call.
+
+        Returns:
+            A Predictor.
+
+        Raises:
+            ValueError: the weights hold none.
+        """
         if not self._predictors:
             self._predictors.append(Predictor(self))
         return self._predictors[0]
@@ -137,8 +155,23 @@ class Model(torch.nn.Module):
         self, num_blocks: int, block_size: int, *, requests: int, step_rows: int, next_n: int = 1,
         rings_together: bool = False,
     ) -> AnyCaches:  # fmt: skip
-        """Zeroed caches, those of a layer of multi-token prediction behind the others. num_blocks, block_size: of the
-        paged caches. The others: see models.deepseek_v4.allocate_caches; ignored for a model without rings."""
+        """Zeroed caches, those of a layer of multi-token prediction behind the others.
+
+        Args:
+            num_blocks: of the paged caches.
+            block_size: tokens a block of them covers.
+            requests: see models.deepseek_v4.allocate_caches; ignored for a model without rings, as are the next two and
+                rings_together.
+            step_rows: rows of a step, at most.
+            next_n: rows of a decode request.
+            rings_together: see models.deepseek_v4.allocate_caches.
+
+        Returns:
+            Caches, or WindowCaches.
+
+        Raises:
+            TypeError, ValueError: what allocate_cache refuses.
+        """
         specs = [self.spec, prediction_spec(self.spec)] if self.predicts else [self.spec]
         kinds = []
         for spec in specs:
@@ -155,8 +188,20 @@ class Model(torch.nn.Module):
         return joined(*(sum(parts, ()) for parts in zip(*kinds)))
 
     def forward(self, tokens: torch.Tensor, caches: AnyCaches, plan: StepPlan, keep_hidden: bool = False) -> Any:
-        """fp32 logits [T, vocab]; see models.deepseek_v32.forward and models.deepseek_v4.forward. caches: with or
-        without those of multi-token prediction. keep_hidden: (logits, what models.mtp.predict takes)."""
+        """fp32 logits [T, vocab]; see models.deepseek_v32.forward and models.deepseek_v4.forward.
+
+        Args:
+            tokens: int64 [T], ids.
+            caches: with or without those of multi-token prediction; written in place.
+            plan: of the step.
+            keep_hidden: give (logits, what models.mtp.predict takes).
+
+        Returns:
+            fp32 [T, vocab].
+
+        Raises:
+            TypeError, ValueError: what the forwards refuse.
+        """
         run: Callable[..., Any] = deepseek_v4.run if self.has_rings else deepseek_v32.run
         layers = self.spec.num_layers
         if self.predicts and len(caches.kv) > layers:

@@ -17,12 +17,19 @@ DTYPES |= dict.fromkeys(PENALTIES, torch.float32)
 
 
 class Sampling(NamedTuple):
-    """temperature 0 is greedy, the lowest id on ties. seed: request n draws from the random stream (seed, n), unless it
-    has a seed of its own. stop_ids end a row; they belong to its output.
+    """How a request's tokens are drawn.
 
-    top_k, top_p, min_p: which tokens may be drawn, see ops.layers.sampling.filter_logits; 0, 1 and 0: all. repetition:
-    penalty of tokens in the prompt or among those drawn. presence, frequency: of those drawn, once and each time; see
-    ops.layers.sampling.penalise_logits. 1, 0 and 0: none.
+    Attributes:
+        temperature: 0 is greedy, the lowest id on ties.
+        seed: request n draws from the random stream (seed, n), unless it has a seed of its own.
+        stop_ids: end a row; they belong to its output.
+        top_k: which tokens may be drawn, see ops.layers.sampling.filter_logits; 0: all.
+        top_p: as top_k; 1: all.
+        min_p: as top_k; 0: all.
+        repetition: penalty of tokens in the prompt or among those drawn, see ops.layers.sampling.penalise_logits; 1:
+            none.
+        presence: of those drawn, once; 0: none.
+        frequency: of those drawn, each time; 0: none.
     """
 
     temperature: float = 0.0

@@ -50,18 +50,33 @@ IDLE_S = 100e-6  # between two looks of ``drain`` while nothing has arrived
 class Batching:
     """A scheduler over the caches it allocates for ``model``.
 
-    rows: requests that run at a time. num_blocks: of the paged caches, shared by all. max_context: tokens a request may
-    hold. block_size: tokens a block covers on a context rank; None: what suits the model. prefill_tokens: tokens a
-    prefill step takes at most. piece: decode steps between two prefill steps. ahead: pieces that may be on their way; a
-    step that has so many launches none. max_waiting: bound on the queue. snapshots: borders of prompts whose rings are
-    kept, for a model that has rings; each takes the memory of a request's. share: whether prompts begin with blocks of
-    earlier ones. penalties: whether requests may ask for them; they take a count for each row and token id. stop_ids:
-    how many a request may have. logprobs: keep those of the tokens. compile, graph: as generate takes them.
-    batch_invariant: None: as the model is. True: a request's tokens and their log-probabilities are the same to the bit
-    alone and among others. Then all steps have one size each, for what torch.compile makes of other sizes: decode
-    steps all rows, prefill steps prefill_tokens, rows requests and max_context keys.
+    Args:
+        model: a Model.
+        rows: requests that run at a time.
+        num_blocks: of the paged caches, shared by all.
+        max_context: tokens a request may hold.
+        block_size: tokens a block covers on a context rank; None: what suits the model.
+        prefill_tokens: tokens a prefill step takes at most.
+        piece: decode steps between two prefill steps.
+        ahead: pieces that may be on their way; a step that has so many launches none.
+        max_waiting: bound on the queue.
+        snapshots: borders of prompts whose rings are kept, for a model that has rings; each takes the memory of a
+            request's.
+        share: whether prompts begin with blocks of earlier ones.
+        penalties: whether requests may ask for them; they take a count for each row and token id.
+        stop_ids: how many a request may have.
+        logprobs: keep those of the tokens.
+        compile: as generate takes it.
+        graph: as generate takes it.
+        batch_invariant: None: as the model is. True: a request's tokens and their log-probabilities are the same to the
+            bit alone and among others. Then all steps have one size each, for what torch.compile makes of other sizes:
+            decode steps all rows, prefill steps prefill_tokens, rows requests and max_context keys.
+        speculate: as generate takes it.
+        drafter: as generate takes it.
 
-    TypeError or ValueError names an argument that does not fit.
+    Raises:
+        TypeError: an argument of a wrong type.
+        ValueError: names an argument that does not fit.
     """
 
     def __init__(
@@ -180,12 +195,21 @@ class Batching:
     ) -> int:
         """Queue a request; its number. May be called from on_token.
 
-        prompt: ids. seed: of its draws; None: sampling.seed. It draws what generate(seeds=[seed]) draws. on_token:
-        called with (number, id) for each token, in order, from within ``step``; True ends the request.
+        Args:
+            prompt: ids.
+            max_new_tokens: of its continuation.
+            sampling: how they are drawn.
+            seed: of its draws; None: sampling.seed. It draws what generate(seeds=[seed]) draws.
+            on_token: called with (number, id) for each token, in order, from within ``step``; True ends the request.
 
-        ValueError or TypeError for what can never run: too long for max_context or for all blocks together, ids
-        outside of the vocabulary, more stop ids or other penalties than the scheduler was made for. RuntimeError where
-        max_waiting are queued.
+        Returns:
+            The request's number.
+
+        Raises:
+            TypeError: wrong types.
+            ValueError: what can never run: too long for max_context or for all blocks together, ids outside of the
+                vocabulary, more stop ids or other penalties than the scheduler was made for.
+            RuntimeError: max_waiting are queued.
         """
         ids, words = checked_prompt("prompt", prompt, self.model.spec, max_new_tokens)
         sampling = checked_sampling(sampling, self.model.spec.vocab_size)
@@ -212,8 +236,14 @@ class Batching:
         return request.number
 
     def cancel(self, number: int) -> bool:
-        """End a request; whether it was unfinished. No token of it is delivered any more; ``step`` reports it. May be
-        called from on_token."""
+        """End a request. No token of it is delivered any more; ``step`` reports it. May be called from on_token.
+
+        Args:
+            number: what submit returned.
+
+        Returns:
+            Whether it was unfinished.
+        """
         request = self._unfinished.get(number)
         if request is None or request.reason is not None:
             return False
@@ -224,7 +254,11 @@ class Batching:
         """Deliver what has arrived, launch what fits, and report what finished. Never waits for the device: with work
         on its way and nothing to launch it returns at once.
 
-        An exception of on_token passes through. Its token counts as delivered, and the next call goes on."""
+        An exception of on_token passes through. Its token counts as delivered, and the next call goes on.
+
+        Returns:
+            What finished.
+        """
         self._deliver()
         done = self._sweep()
         if self._unfinished or self._shares:
@@ -243,7 +277,11 @@ class Batching:
         return not self._unfinished and not self._others
 
     def drain(self) -> list[Finished]:
-        """Step until idle. Sleeps for a moment where nothing has arrived."""
+        """Step until idle. Sleeps for a moment where nothing has arrived.
+
+        Returns:
+            What finished.
+        """
         done, self._others = [], self._shares
         while not self.idle:
             before = self._tokens

@@ -86,8 +86,18 @@ def random_params(
     spec: Spec | CompressedSpec, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
     *, mtp: bool = False,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Seeded weights, the same on every device: uniform values of unit gain, drawn in fp32 on the CPU. mtp: with a
-    layer of multi-token prediction, which changes no other weight."""
+    """Seeded weights, the same on every device: uniform values of unit gain, drawn in fp32 on the CPU.
+
+    Args:
+        spec: of the model.
+        seed: of the weights.
+        device: where they lie.
+        dtype: of the model.
+        mtp: with a layer of multi-token prediction, which changes no other weight.
+
+    Returns:
+        Weights by name, as the forwards take them.
+    """
     drawing: dict[str, Any] = dict(
         generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float32, device="cpu"
     )

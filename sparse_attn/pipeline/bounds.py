@@ -39,13 +39,25 @@ from sparse_attn.workspace import Scratch, WorkspaceSize
 class Bounds:
     """Sizes that no step exceeds.
 
-    max_batch: decode requests, of next_n rows each (0: no decodes). max_batched_tokens: prefill rows (0: no prefills).
-    max_model_len: tokens of a request. kv_rows: keys gathered for a step's prefill requests, the plan's kv_capacity;
-    None: max_model_len. logits_bytes: the budget given to the forward. dtype: of the model. prefill_in_place: whether
-    prefill rows attend in place (DeepSeek-V4). prefill_activations: what steps with prefill rows multiply by packed
-    weights, "exact" or "fp8". batch_invariant: whether attention is batch-invariant. Then decode rows, however many,
-    take scratch as rows of a small step do. mesh: the ranks that a process is one of; all sizes but block_size are the
-    whole group's, and what follows from them is this process's share.
+    Attributes:
+        max_batch: decode requests, of next_n rows each (0: no decodes).
+        max_batched_tokens: prefill rows (0: no prefills).
+        max_model_len: tokens of a request.
+        next_n: rows of a decode request.
+        block_size: tokens a block of the paged caches covers on a rank.
+        kv_rows: keys gathered for a step's prefill requests, the plan's kv_capacity; None: max_model_len.
+        logits_bytes: the budget given to the forward.
+        dtype: of the model.
+        prefill_in_place: whether prefill rows attend in place (DeepSeek-V4).
+        prefill_activations: what steps with prefill rows multiply by packed weights, "exact" or "fp8".
+        batch_invariant: whether attention is batch-invariant. Then decode rows, however many, take scratch as rows of a
+            small step do.
+        mesh: the ranks that a process is one of; all sizes but block_size are the whole group's, and what follows from
+            them is this process's share.
+
+    Raises:
+        TypeError: wrong types.
+        ValueError: sizes out of range.
     """
 
     max_batch: int
@@ -104,9 +116,21 @@ def workspace_size(
     """The scratch that any step within ``bounds`` takes on ``target``, exactly: the most that any op takes for any row
     count.
 
-    layouts: of the caches; None: fp8. weights: of a rank, by name, on any device, the meta device too; products with
-    packed ones take scratch. None: none is packed. A pure function: nothing is run or measured. The reference takes
-    none.
+    A pure function: nothing is run or measured. The reference takes none.
+
+    Args:
+        spec: of the model.
+        bounds: of the steps.
+        target: where they run; see target_of.
+        layouts: of the caches; None: fp8.
+        weights: of a rank, by name, on any device, the meta device too; products with packed ones take scratch. None:
+            none is packed.
+
+    Returns:
+        WorkspaceSize(nbytes, counters), which ``reserve`` takes.
+
+    Raises:
+        ValueError: scores of context ranks that exceed bounds.logits_bytes; what no kernel of the target runs.
     """
     if target.vendor == "cpu" and not target.interpreted:
         return WorkspaceSize(0, 0)

@@ -27,8 +27,11 @@ from sparse_attn.types import AttentionOutput, QuantisedQuery, Ragged, StepPlan
 class Selection(NamedTuple):
     """What an index layer selected. Layers without an indexer attend by it too.
 
-    decode: slots of the paged cache, a row per decode row. prefill: rows of the gathered keys, a row per prefill row.
     None where the step has no such rows.
+
+    Attributes:
+        decode: slots of the paged cache, a row per decode row.
+        prefill: rows of the gathered keys, a row per prefill row.
     """
 
     decode: Ragged | None
@@ -38,7 +41,18 @@ class Selection(NamedTuple):
 def write_index_keys(
     keys: torch.Tensor, cache: torch.Tensor, plan: StepPlan, *, layouts: CacheLayouts, impl: str = "auto"
 ) -> None:
-    """Put the step's rotated index keys [tokens, dim] into a layer's index cache."""
+    """Put the step's rotated index keys into a layer's index cache.
+
+    Args:
+        keys: bf16, fp16 or fp32 [tokens, dim].
+        cache: the layer's index cache, written in place.
+        plan: of the step.
+        layouts: of the caches.
+        impl: "auto", "reference" or "triton".
+
+    Raises:
+        TypeError, ValueError: what indexer_k_quant_and_cache refuses.
+    """
     indexer_k_quant_and_cache(keys, cache, plan.slot_mapping, layouts.index, impl=impl)
 
 
@@ -51,7 +65,19 @@ def write_latents(
     layouts: CacheLayouts,
     impl: str = "auto",
 ) -> None:
-    """Put the step's latents [tokens, kv_lora] and rotated keys [tokens, rope_dim] into a layer's KV cache."""
+    """Put the step's latents and rotated keys into a layer's KV cache.
+
+    Args:
+        latent: bf16, fp16 or fp32 [tokens, kv_lora].
+        rope: same dtype [tokens, rope_dim].
+        cache: the layer's KV cache, written in place.
+        plan: of the step.
+        layouts: of the caches.
+        impl: "auto", "reference" or "triton".
+
+    Raises:
+        TypeError, ValueError: what write_kv_cache refuses.
+    """
     write_kv_cache(latent, rope, cache, plan.slot_mapping, layouts.kv, impl=impl)
 
 
@@ -69,10 +95,25 @@ def index_select(
 ) -> Selection:
     """Score every row's visible index keys, keep the ``top_k`` best, and say where they lie.
 
-    query: the step's index queries [tokens, heads, dim] and weights [tokens, heads]. cache: the layer's index cache,
-    into which this step's keys have been written. logits_bytes: bound on the scores held at a time. ranks: those that
-    hold a part of the keys each; ``plan`` is this rank's, of pipeline.parallel.context, and so is the selection. alike:
-    those that hold the same keys; they may share the rows (pipeline.parallel.rows), and all get the same selection.
+    Args:
+        query: the step's index queries [tokens, heads, dim] and weights [tokens, heads].
+        cache: the layer's index cache, into which this step's keys have been written.
+        plan: of the step.
+        layouts: of the caches.
+        top_k: keys of a row.
+        logits_bytes: bound on the scores held at a time.
+        ranks: those that hold a part of the keys each; ``plan`` is this rank's, of pipeline.parallel.context, and so is
+            the selection.
+        alike: those that hold the same keys; they may share the rows (pipeline.parallel.rows), and all get the same
+            selection.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        A Selection.
+
+    Raises:
+        TypeError, ValueError: what index_topk_prefill and index_topk_decode refuse; scores of ``ranks`` that exceed
+            logits_bytes.
     """
     inputs = (query, cache, plan.block_table, plan, layouts.index, top_k, Options(impl, logits_bytes))
     rows = num_decode_rows(plan)
@@ -114,15 +155,28 @@ def attend(
 ) -> AttentionOutput:
     """Attend from absorbed queries [tokens, heads, kv_lora + rope_dim] to the selected rows of a layer's KV cache.
 
-    ``selection`` may stem from an earlier layer: all layers' caches share the block table. Returns out [tokens, heads,
-    d_v] and lse fp32 [tokens, heads].
+    Args:
+        q: bf16, fp16 or fp32 [tokens, heads, kv_lora + rope_dim].
+        cache: the layer's KV cache.
+        plan: of the step.
+        selection: may stem from an earlier layer: all layers' caches share the block table.
+        layouts: of the caches.
+        scale: what scores are multiplied by before the softmax.
+        d_v: leading values of a row that are its value.
+        sink: fp32 [>= heads] or None.
+        batch_invariant: as sparse_attn_decode and sparse_attn_prefill take it. A row's bits then depend only on whether
+            it is a decode or a prefill row. The other functions of this module need no such option: their rows never
+            depend on each other.
+        ranks: as index_select takes them. Each attends to its own of the selected keys; all get the merged output, or
+            each that of its own rows (pipeline.parallel.ranks.own_rows) where they are ``sharded``.
+        sharded: see ranks.
+        impl: "auto", "reference" or "triton".
 
-    batch_invariant: as sparse_attn_decode and sparse_attn_prefill take it. A row's bits then depend only on whether it
-    is a decode or a prefill row. The other functions of this module need no such option: their rows never depend on
-    each other.
+    Returns:
+        AttentionOutput(out [tokens, heads, d_v], lse fp32 [tokens, heads]).
 
-    ranks: as index_select takes them. Each attends to its own of the selected keys; all get the merged output, or each
-    that of its own rows (pipeline.parallel.ranks.own_rows) where they are ``sharded``.
+    Raises:
+        TypeError, ValueError: what sparse_attn_decode, gather_kv_cache and sparse_attn_prefill refuse.
     """
     rows, requests = num_decode_rows(plan), plan.context_lens.shape[0]
     parts, own_sink = [], sink if ranks.size == 1 else None  # which counts once

@@ -25,7 +25,12 @@ PLANAR_GROUP = 64  # values under one scale, where the width allows
 
 @dataclass(frozen=True)
 class CacheLayouts:
-    """What the bytes of a model's two kinds of cache mean: keys and values, and index keys."""
+    """What the bytes of a model's two kinds of cache mean: keys and values, and index keys.
+
+    Attributes:
+        kv: of keys and values.
+        index: of index keys.
+    """
 
     kv: LatentFp8Layout | PlanarFp8Layout | PlainLayout
     index: IndexLayout
@@ -40,8 +45,18 @@ class CacheLayouts:
 def cache_layouts(spec: Spec | CompressedSpec, kind: str, *, index_kind: str | None = None) -> CacheLayouts:
     """The layouts of ``spec``'s caches: "fp8" (the field's quantised formats), "bf16" or "fp32" (unquantised).
 
-    index_kind: that of the index keys, if it is not ``kind``; also "mxfp4", for which their dim is a multiple of 32.
-    TypeError for no spec, such as a preset's name; ValueError for other names.
+    Args:
+        spec: of the model.
+        kind: "fp8", "bf16" or "fp32".
+        index_kind: that of the index keys, if it is not ``kind``; also "mxfp4", for which their dim is a multiple of
+            32.
+
+    Returns:
+        CacheLayouts.
+
+    Raises:
+        TypeError: no spec, such as a preset's name.
+        ValueError: other names.
     """
     if not isinstance(spec, (Spec, CompressedSpec)):
         raise TypeError(f"spec: got {spec!r}, allowed: a Spec or CompressedSpec, such as preset returns")

@@ -42,8 +42,9 @@ from sparse_attn.types import AttentionOutput, CompressedPlan, QuantisedQuery, R
 class Entries(NamedTuple):
     """Entries that rows attend to beside their window; None where there are no such rows, or no entries.
 
-    in_place: slots of the compressed cache, for each row that attends in place. gathered: rows of the gathered matrix,
-    window keys included, for each other row.
+    Attributes:
+        in_place: slots of the compressed cache, for each row that attends in place.
+        gathered: rows of the gathered matrix, window keys included, for each other row.
     """
 
     in_place: Ragged | None
@@ -53,10 +54,13 @@ class Entries(NamedTuple):
 class WindowStep(NamedTuple):
     """What a step's rows see, the same in every layer.
 
-    in_place: rows at the front that attend in place. window: slots of their window keys. gather: how the window keys of
-    the other rows are gathered. compressed: the plan of the entries, by ratio; of the rank's own, where ranks hold a
-    part of them each. counted: bool [tokens], the rows whose window this rank counts beside its entries; None: all.
-    counted_window: as window, of those rows.
+    Attributes:
+        in_place: rows at the front that attend in place.
+        window: slots of their window keys.
+        gather: how the window keys of the other rows are gathered.
+        compressed: the plan of the entries, by ratio; of the rank's own, where ranks hold a part of them each.
+        counted: bool [tokens], the rows whose window this rank counts beside its entries; None: all.
+        counted_window: as window, of those rows.
     """
 
     in_place: int
@@ -68,7 +72,17 @@ class WindowStep(NamedTuple):
 
 
 def rings_of(plan: StepPlan) -> torch.Tensor:
-    """The blocks of each request's rings, which a plan of windows has."""
+    """The blocks of each request's rings, which a plan of windows has.
+
+    Args:
+        plan: of the step.
+
+    Returns:
+        int32 [requests, ring blocks].
+
+    Raises:
+        ValueError: a plan without rings.
+    """
     if plan.ring_table is None:
         raise ValueError("plan.ring_table: got None, allowed: int32 [requests, ring blocks]")
     return plan.ring_table
@@ -86,9 +100,21 @@ def plan_windows(
 ) -> WindowStep:
     """Find the window of every row of ``plan``, and the entries it may see.
 
-    ring: tokens a ring block holds. entries_per_block: by ratio, entries a block of that compressed cache holds.
-    prefill_in_place: let prefill rows attend in place too; cheaper where few rows would gather many keys. ranks: those
-    that hold a part of the entries each, and all of the rings; ``plan`` is of the whole step.
+    Args:
+        plan: of the whole step, and with ``ranks``, too.
+        window: keys that a row sees, its own included.
+        ring: tokens a ring block holds.
+        entries_per_block: by ratio, entries a block of that compressed cache holds.
+        prefill_in_place: let prefill rows attend in place too; cheaper where few rows would gather many keys.
+        ranks: those that hold a part of the entries each, and all of the rings.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        A WindowStep.
+
+    Raises:
+        TypeError, ValueError: a plan without rings; what window_indices, build_window_plan and build_compressed_plan
+            refuse.
     """
     in_place = plan.positions.shape[0] if prefill_in_place else num_decode_rows(plan)
     seen = gather = counted = counted_seen = None
@@ -111,20 +137,60 @@ def plan_windows(
 def write_window_keys(
     keys: torch.Tensor, cache: torch.Tensor, plan: StepPlan, *, layouts: CacheLayouts, impl: str = "auto"
 ) -> None:
-    """Put the step's rotated keys [tokens, dim] into a layer's rings."""
+    """Put the step's rotated keys into a layer's rings.
+
+    Args:
+        keys: bf16, fp16 or fp32 [tokens, dim].
+        cache: the layer's rings, written in place.
+        plan: of the step.
+        layouts: of the caches.
+        impl: "auto", "reference" or "triton".
+
+    Raises:
+        TypeError, ValueError: what write_kv_cache refuses.
+    """
     latent, rope = keys.split([layouts.kv.latent, layouts.kv.rope], dim=-1)
     write_kv_cache(latent, rope, cache, plan.slot_mapping, layouts.kv, impl=impl)
 
 
 def no_entries(plan: StepPlan, step: WindowStep, *, window: int, impl: str = "auto") -> Entries:
-    """For layers that attend only to their window."""
+    """For layers that attend only to their window.
+
+    Args:
+        plan: of the step.
+        step: what plan_windows gives.
+        window: keys that a row sees, its own included.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        Entries, none of them of a compressed cache.
+
+    Raises:
+        TypeError, ValueError: what combine_topk_swa_indices_ragged refuses.
+    """
     return Entries(None, _gathered(None, plan, step, None, window, impl))
 
 
 def all_entries(
     plan: StepPlan, step: WindowStep, *, ratio: int, window: int, block_size: int, impl: str = "auto"
 ) -> Entries:
-    """Every entry of ``ratio`` that a row may see. block_size: entries a block holds."""
+    """Every entry of ``ratio`` that a row may see.
+
+    Args:
+        plan: of the step.
+        step: what plan_windows gives.
+        ratio: tokens of an entry.
+        window: keys that a row sees, its own included.
+        block_size: entries a block holds.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        Entries.
+
+    Raises:
+        KeyError: a ratio that ``step`` has no plan of.
+        TypeError, ValueError: what entry_indices and combine_topk_swa_indices_ragged refuse.
+    """
     entries, rows = step.compressed[ratio], step.in_place
     in_place = None
     if rows:
@@ -150,7 +216,29 @@ def select_entries(
     impl: str = "auto",
 ) -> Entries:
     """The ``top_k`` best entries of ``ratio`` of every row, by the index keys in ``cache``; of ``ranks``, this one's
-    own among them. alike: see pipeline.latent.index_select."""
+    own among them.
+
+    Args:
+        query: see pipeline.latent.index_select.
+        cache: the layer's cache of index keys of entries, this step's included.
+        plan: of the step.
+        step: what plan_windows gives.
+        ratio: tokens of an entry.
+        window: keys that a row sees, its own included.
+        layouts: of the caches.
+        top_k: entries of a row.
+        logits_bytes: see pipeline.latent.index_select.
+        ranks: see pipeline.latent.index_select.
+        alike: see pipeline.latent.index_select.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        Entries.
+
+    Raises:
+        KeyError: a ratio that ``step`` has no plan of.
+        TypeError, ValueError: what pipeline.latent.index_select refuses.
+    """
     entries = step.compressed[ratio]
     inputs = (query, cache, plan.block_table, entries, layouts.index, top_k, Options(impl, logits_bytes))
     rows = num_decode_rows(plan)
@@ -194,9 +282,28 @@ def attend(
 ) -> AttentionOutput:
     """Attend from queries [tokens, heads, dim] to each row's window in ``cache`` and its ``entries`` in ``compressed``.
 
-    ratio: that of ``compressed``; ignored where that is None. batch_invariant: see pipeline.latent.attend. ranks: each
-    attends to its own entries, one of them to a row's window; all get the merged output. Without entries each attends
-    for itself. sharded: see pipeline.latent.attend. Returns out [tokens, heads, dim] and lse fp32 [tokens, heads].
+    Args:
+        q: bf16, fp16 or fp32 [tokens, heads, dim].
+        cache: the layer's rings.
+        compressed: the layer's cache of entries, or None.
+        plan: of the step.
+        step: what plan_windows gives.
+        entries: what no_entries, all_entries or select_entries gives.
+        ratio: that of ``compressed``; ignored where that is None.
+        layouts: of the caches.
+        scale: what scores are multiplied by before the softmax.
+        sink: fp32 [>= heads] or None.
+        batch_invariant: see pipeline.latent.attend.
+        ranks: each attends to its own entries, one of them to a row's window; all get the merged output. Without
+            entries each attends for itself.
+        sharded: see pipeline.latent.attend.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        AttentionOutput(out [tokens, heads, dim], lse fp32 [tokens, heads]).
+
+    Raises:
+        TypeError, ValueError: what sparse_attn_decode, gather_kv_cache and sparse_attn_prefill refuse.
     """
     rows, parts, layout = step.in_place, [], layouts.kv
     window, merged, whole_sink = step.window, ranks.size > 1 and compressed is not None, sink

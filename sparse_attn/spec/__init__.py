@@ -25,7 +25,18 @@ PRESETS = {
 
 
 def preset(name: str) -> Spec | CompressedSpec:
-    """The preset called ``name``; a dash counts as an underscore. TypeError for no str, ValueError for another name."""
+    """The preset called ``name``; a dash counts as an underscore.
+
+    Args:
+        name: a key of spec.PRESETS, such as "deepseek-v32".
+
+    Returns:
+        Its spec.
+
+    Raises:
+        TypeError: no str.
+        ValueError: another name.
+    """
     check_text("preset", name)
     if name.replace("-", "_") not in PRESETS:
         raise ValueError(f"preset: got {name!r}, allowed: {', '.join(PRESETS)}")

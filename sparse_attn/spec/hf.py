@@ -14,7 +14,14 @@ from sparse_attn.spec.latent import Spec
 def from_hf_config(config: Mapping[str, Any]) -> Spec | CompressedSpec:
     """The spec of a Hugging Face config.json, as its maker publishes it or as save_pretrained writes it.
 
-    ValueError where a key is missing or asks for something the forward does not compute.
+    Args:
+        config: the object in the file.
+
+    Returns:
+        Its spec.
+
+    Raises:
+        ValueError: a key is missing or asks for something the forward does not compute.
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"config: got {type(config).__name__}, allowed: an object")

@@ -11,9 +11,16 @@ SCORES = ("sigmoid", "sqrtsoftplus")
 
 @dataclass(frozen=True)
 class YarnSpec:
-    """Yarn's frequency ramp. original_max_position: tokens of the unscaled context; beta_*: rotations over it;
-    attention_factor multiplies cos and sin (1 wherever mscale equals mscale_all_dim); truncate: the ramp's ends are
-    whole dimensions."""
+    """Yarn's frequency ramp.
+
+    Attributes:
+        factor: how many times the context grew.
+        original_max_position: tokens of the unscaled context.
+        beta_fast: rotations over it from which a dimension keeps its frequency.
+        beta_slow: rotations over it up to which a frequency is divided by the factor.
+        attention_factor: multiplies cos and sin (1 wherever mscale equals mscale_all_dim).
+        truncate: the ramp's ends are whole dimensions.
+    """
 
     factor: float
     original_max_position: int
@@ -27,8 +34,21 @@ class YarnSpec:
 class MoeSpec:
     """Routed experts chosen by scores plus bias, and shared experts every token takes.
 
-    score: what a gate logit becomes, "sigmoid" or "sqrtsoftplus". clamp: bound on the gate's (from above) and the up
-    projection's (both ways) values before they are multiplied, in routed and shared experts; None: no bound.
+    Attributes:
+        num_experts: routed ones.
+        experts_per_token: routed ones that a token takes.
+        num_groups: groups of experts.
+        top_groups: groups that a token's experts are of.
+        routed_scale: what weights of routed experts are multiplied by.
+        renormalise: divide these by their sum first.
+        num_shared: experts that every token takes.
+        intermediate_size: of an expert.
+        score: what a gate logit becomes, "sigmoid" or "sqrtsoftplus".
+        clamp: bound on the gate's (from above) and the up projection's (both ways) values before they are multiplied,
+            in routed and shared experts; None: no bound.
+
+    Raises:
+        ValueError: another score.
     """
 
     num_experts: int
@@ -49,7 +69,17 @@ class MoeSpec:
 
 @dataclass(frozen=True)
 class IndexSpec:
-    """The lightning indexer. rope_start: first rotated dimension; the rotated width is the model's rope_dim."""
+    """The lightning indexer.
+
+    Attributes:
+        num_heads: of its queries.
+        head_dim: of its queries and keys.
+        top_k: keys that a row selects.
+        rope_interleaved: rotate pairs (2i, 2i + 1), else (i, i + R / 2).
+        rope_start: first rotated dimension; the rotated width is the model's rope_dim.
+        hadamard: transform queries and keys afterwards.
+        norm_eps: of the keys' LayerNorm.
+    """
 
     num_heads: int
     head_dim: int

@@ -22,7 +22,14 @@ _ARCHITECTURES = {
 def to_hf_config(spec: Spec | CompressedSpec) -> dict[str, Any]:
     """The config.json that from_hf_config turns back into ``spec``, but for its name.
 
-    ValueError names the fields that no config.json can express.
+    Args:
+        spec: of the model.
+
+    Returns:
+        The object of the file.
+
+    Raises:
+        ValueError: names the fields that no config.json can express.
     """
     config = _compressed(spec) if isinstance(spec, CompressedSpec) else _latent(spec)
     config = {"architectures": [_ARCHITECTURES[config["model_type"]]], **config}

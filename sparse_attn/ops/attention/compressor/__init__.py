@@ -59,30 +59,44 @@ def compress_and_cache(
 ) -> None:
     """Pool the step's tokens into entries, write complete ones into ``cache``, and keep the tokens in ``state``.
 
-    kv, gate: fp32 [tokens, parts * dim], parts 2 with ``overlap``, else 1; dim as ``layout`` says. position_bias:
-    fp32 [ratio, parts * dim], added to the gate at row position % ratio. norm_weight: [dim], any float. positions,
-    request_ids: int32 [tokens]; the rows of a request stand together, their positions rising by one; a row with a
-    negative position or a request outside the table is padding and touches nothing.
-
     The token at position p completes entry p // ratio where (p + 1) % ratio == 0. The entry pools the ``ratio`` tokens
     up to p. With ``overlap`` it takes the second halves of their values, and also pools the ``ratio`` tokens before
     them, by the first halves. Per channel: y = sum of softmax(gate) * kv over the pooled tokens. Tokens before position
     0 do not count. Then RMSNorm with norm_weight and ``eps``, rotation at position p + 1 - ratio of the neighbouring
-    pairs in [rope_start, rope_start + R) by cos_sin fp32 [P, R] (a position outside it: zeros), and with ``hadamard``
-    the orthonormal transform, all in fp32.
+    pairs in [rope_start, rope_start + R) by cos_sin, and with ``hadamard`` the orthonormal transform, all in fp32.
+    Mutates ``state`` and ``cache``.
 
-    cache: blocks of ``layout``; slot_mapping: int64 [tokens], the slot of the entry that a row completes; a slot
-    outside the cache writes nothing. Quantised layouts take the entry rounded to bf16, and NaN as write_kv_cache or
-    indexer_k_quant_and_cache do.
+    Args:
+        kv: fp32 [tokens, parts * dim], parts 2 with ``overlap``, else 1; dim as ``layout`` says.
+        gate: fp32 [tokens, parts * dim].
+        position_bias: fp32 [ratio, parts * dim], added to the gate at row position % ratio.
+        norm_weight: [dim], any float.
+        positions: int32 [tokens]. The rows of a request stand together, their positions rising by one; a row with a
+            negative position or a request outside the table is padding and touches nothing.
+        request_ids: int32 [tokens].
+        state: fp32 [num_blocks, block_size, 2 * parts * dim], rows of [kv | gate + bias]. Position p of request b lies
+            in block state_table[b, (p // block_size) % max_blocks], row p % block_size. It is a ring, which holds at
+            least the tokens that an entry pools. Rows of this step are taken from kv and gate, earlier ones from the
+            state. So a position that is fed again (after a rejected token) replaces what was there. A ring that has to
+            survive n rejected tokens is n tokens longer. A block outside the state keeps nothing, and tokens that it
+            would have kept do not count.
+        state_table: int32 [requests, max_blocks].
+        cache: blocks of ``layout``. Quantised layouts take the entry rounded to bf16, and NaN as write_kv_cache or
+            indexer_k_quant_and_cache do.
+        slot_mapping: int64 [tokens], the slot of the entry that a row completes; a slot outside the cache writes
+            nothing.
+        cos_sin: fp32 [P, R]; a position outside it: zeros.
+        ratio: tokens of an entry.
+        overlap: pool the ``ratio`` tokens before, too.
+        eps: of RMSNorm.
+        rope_start: first rotated value of an entry.
+        hadamard: transform entries, as their queries are.
+        layout: of ``cache``.
+        impl: "auto", "reference" or "triton".
 
-    state: fp32 [num_blocks, block_size, 2 * parts * dim], rows of [kv | gate + bias]. Position p of request b lies in
-    block state_table[b, (p // block_size) % max_blocks], int32 [requests, max_blocks], row p % block_size. It is a
-    ring, which holds at least the tokens that an entry pools. Rows of this step are taken from kv and gate, earlier
-    ones from the state. So a position that is fed again (after a rejected token) replaces what was there. A ring that
-    has to survive n rejected tokens is n tokens longer. A block outside the state keeps nothing, and tokens that it
-    would have kept do not count.
-
-    Mutates ``state`` and ``cache``. Raises ValueError or TypeError for other arguments.
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     tensors = dict(
         kv=kv,

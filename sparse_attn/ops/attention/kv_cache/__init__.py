@@ -55,16 +55,25 @@ def write_kv_cache(
 ) -> None:
     """Write latents and rotated keys into ``cache``, quantised as ``layout`` says.
 
-    latent: bf16, fp16 or fp32 [tokens, layout.latent]. rope: same dtype [tokens, layout.rope], already rotated. cache:
-    blocks of ``layout``, written in place; block stride free, and the row stride of a layout that is not planar.
-    slot_mapping: int64 or int32 [at most tokens]; a negative slot, or one beyond the cache, writes nothing. Tokens
-    beyond slot_mapping are ignored. Where two tokens have one slot, it is undefined which one is written.
-
     fp8: scale = max(amax, floor) / FP8_MAX per group of latent values, as it is ("raw") or rounded up to a power of two
     ("pow2"); the rope part is stored as bf16. A planar layout takes the latent rounded to bf16. floor:
     ``layout.amax_floor``, by which a latent's scale is at least its scale floor; 1e-4 for planar layouts. NaN and
     infinities become the flavour's NaN and change no other value of the group. Elsewhere any NaN is written as the one
     of all bits but the sign.
+
+    Args:
+        latent: bf16, fp16 or fp32 [tokens, layout.latent].
+        rope: same dtype [tokens, layout.rope], already rotated.
+        cache: blocks of ``layout``, written in place; block stride free, and the row stride of a layout that is not
+            planar.
+        slot_mapping: int64 or int32 [at most tokens]; a negative slot, or one beyond the cache, writes nothing. Tokens
+            beyond slot_mapping are ignored. Where two tokens have one slot, it is undefined which one is written.
+        layout: of ``cache``.
+        impl: "auto", "reference" or "triton".
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if new := _WRITE.new(latent, rope, cache, slot_mapping, layout):
         _check_layout(layout)
@@ -94,13 +103,24 @@ def gather_kv_cache(
 ) -> torch.Tensor:
     """Collect and dequantise the rows of some requests into one matrix.
 
-    block_table: int32 [requests, max_blocks]. kv_indptr: int32 [requests + 1], rows [kv_indptr[b], kv_indptr[b + 1])
-    are the first tokens of request b. starts: int32 [requests] or None. With starts, they are its tokens from position
-    starts[b] on, and the table is a ring's: position p lies in column (p // block_size) % max_blocks. capacity: rows of
-    the result, the host's bound on kv_indptr[-1]. Rows beyond kv_indptr[-1], tokens whose block is outside the table or
-    the cache, and positions outside int32 come out zero.
+    Args:
+        cache: blocks of ``layout``.
+        block_table: int32 [requests, max_blocks].
+        kv_indptr: int32 [requests + 1], rows [kv_indptr[b], kv_indptr[b + 1]) are the first tokens of request b.
+        capacity: rows of the result, the host's bound on kv_indptr[-1].
+        layout: of ``cache``.
+        starts: int32 [requests] or None. With starts, the rows are a request's tokens from position starts[b] on, and
+            the table is a ring's: position p lies in column (p // block_size) % max_blocks.
+        dtype: of the result: bf16, fp16 or fp32.
+        impl: "auto", "reference" or "triton".
 
-    Returns [capacity, layout.latent + layout.rope] of ``dtype`` (bf16, fp16 or fp32).
+    Returns:
+        [capacity, layout.latent + layout.rope] of ``dtype``. Rows beyond kv_indptr[-1], tokens whose block is outside
+        the table or the cache, and positions outside int32 come out zero.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if new := _GATHER.new(cache, block_table, kv_indptr, capacity, layout, starts, dtype):
         _check_layout(layout)

@@ -93,18 +93,27 @@ def sparse_attn_prefill(
 ) -> AttentionOutput:
     """Attend to rows of a dense key-value matrix.
 
-    q: [tokens, heads, d_qk] bf16, fp16 or fp32, 1 to 128 heads. kv: [rows, d_qk] or [rows, 1, d_qk], dtype of q.
-    ragged: row ids per token. d_v: leading values of a row that are its value, at most d_qk. sink: fp32 [>= heads] or
-    None.
-
     On a GPU 16 rows have to fit into shared memory beside as many queries, with d_v and the rest of d_qk rounded up to
     powers of two; otherwise it is a ValueError. 2-byte rows of 512 + 64 values fit on every GPU, of 1024 + 64 on those
     with 160 KiB or more.
 
-    batch_invariant: a row's bits do not depend on how many rows there are. No row is split over CTAs, as none is where
-    rows are many.
+    Args:
+        q: [tokens, heads, d_qk] bf16, fp16 or fp32, 1 to 128 heads.
+        kv: [rows, d_qk] or [rows, 1, d_qk], dtype of q.
+        ragged: row ids per token.
+        scale: what scores are multiplied by before the softmax.
+        d_v: leading values of a row that are its value, at most d_qk.
+        sink: fp32 [>= heads] or None.
+        batch_invariant: a row's bits do not depend on how many rows there are. No row is split over CTAs, as none is
+            where rows are many.
+        impl: "auto", "reference", "triton", or a kernel's name.
 
-    Returns AttentionOutput(out [tokens, heads, d_v] dtype of q, lse fp32 [tokens, heads]).
+    Returns:
+        AttentionOutput(out [tokens, heads, d_v] dtype of q, lse fp32 [tokens, heads]).
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if new := _PREFILL.new(q, kv, ragged, scale, d_v, sink, batch_invariant):
         _check_queries(q, ragged, sink)
@@ -139,19 +148,31 @@ def sparse_attn_decode(
 ) -> AttentionOutput:
     """Attend to slots of a paged cache, or to slots of two caches under one softmax.
 
-    q: [tokens, heads, layout.dim] bf16, fp16 or fp32, 1 to 128 heads. cache: blocks of ``layout`` (plain, latent fp8 or
-    planar fp8) [num_blocks, block_size, row], block stride free; keys are converted to q's dtype. ragged: slots (block
-    * block_size + offset) per token. sink: fp32 [>= heads] or None.
+    A key that both caches hold counts twice. FlashMLA's sparse decode takes two caches in this way.
 
-    extra_cache, extra_ragged, extra_layout: all three or none. The second cache, the slots in it per token, and its
-    layout, which agrees with ``layout`` in dim and value_dim; kind, fp8 flavour, block size and block stride are its
-    own. A key that both caches hold counts twice. FlashMLA's sparse decode takes two caches in this way.
+    Args:
+        q: [tokens, heads, layout.dim] bf16, fp16 or fp32, 1 to 128 heads.
+        cache: blocks of ``layout`` (plain, latent fp8 or planar fp8) [num_blocks, block_size, row], block stride free;
+            keys are converted to q's dtype.
+        ragged: slots (block * block_size + offset) per token.
+        scale: what scores are multiplied by before the softmax.
+        layout: of ``cache``.
+        extra_cache: the second cache. It, its slots and its layout: all three or none.
+        extra_ragged: the slots in it per token.
+        extra_layout: its layout, which agrees with ``layout`` in dim and value_dim; kind, fp8 flavour, block size and
+            block stride are its own.
+        sink: fp32 [>= heads] or None.
+        batch_invariant: a row's bits do not depend on how many rows there are, as long as each has the same room for
+            indices. Every step is split over CTAs as a step of 32 rows is, which takes more scratch: see
+            ``Bounds.batch_invariant``.
+        impl: "auto", "reference", "triton", or a kernel's name.
 
-    batch_invariant: a row's bits do not depend on how many rows there are, as long as each has the same room for
-    indices. Every step is split over CTAs as a step of 32 rows is, which takes more scratch: see
-    ``Bounds.batch_invariant``.
+    Returns:
+        AttentionOutput(out [tokens, heads, layout.value_dim] dtype of q, lse fp32 [tokens, heads]).
 
-    Returns AttentionOutput(out [tokens, heads, layout.value_dim] dtype of q, lse fp32 [tokens, heads]).
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     extra = extra_cache, extra_ragged, extra_layout
     if new := _DECODE.new(q, cache, ragged, scale, layout, extra, sink, batch_invariant):
@@ -187,14 +208,32 @@ def sparse_attn_into(
 ) -> None:
     """sparse_attn_decode into given tensors, as other libraries' call sites want it: no launch is added.
 
-    q, cache, ragged, scale, layout, extra_*, sink, batch_invariant: as sparse_attn_decode takes them. cache may also be
-    rows [rows, layout.dim] of a PlainLayout, as sparse_attn_prefill takes kv. lengths, extra_lengths: int32 [tokens] or
-    None, so many indices of a row count, the first ones. Indices outside of a cache are no mistake: debug mode does not
-    refuse them. impl names no kernel here, and ``explain`` does not know this operator.
+    Indices outside of a cache are no mistake: debug mode does not refuse them. ``explain`` does not know this operator.
+    What is written is contiguous.
 
-    Written, contiguous: out [tokens, heads, layout.value_dim] of q's dtype, lse fp32 [tokens, heads], and max_logits
-    fp32 [tokens, heads] unless it is None: the largest of a row's scores (those that are NaN left out), -inf for a row
-    without any. inf_lse: lse of a row without a valid index, or with scores of -inf alone, is +inf, not -inf.
+    Args:
+        q: as sparse_attn_decode takes it, as are all that are not named below.
+        cache: also rows [rows, layout.dim] of a PlainLayout, as sparse_attn_prefill takes kv.
+        ragged: see sparse_attn_decode.
+        out: [tokens, heads, layout.value_dim] of q's dtype, written.
+        lse: fp32 [tokens, heads], written.
+        scale: see sparse_attn_decode.
+        layout: see sparse_attn_decode.
+        lengths: int32 [tokens] or None, so many indices of a row count, the first ones.
+        extra_cache: see sparse_attn_decode.
+        extra_ragged: see sparse_attn_decode.
+        extra_layout: see sparse_attn_decode.
+        extra_lengths: as lengths, of the second cache.
+        sink: see sparse_attn_decode.
+        max_logits: fp32 [tokens, heads] or None, written: the largest of a row's scores (those that are NaN left out),
+            -inf for a row without any.
+        inf_lse: lse of a row without a valid index, or with scores of -inf alone, is +inf, not -inf.
+        batch_invariant: see sparse_attn_decode.
+        impl: "auto", "reference" or "triton"; it names no kernel here.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     extra, written = (extra_cache, extra_ragged, extra_layout), (out, lse, max_logits)
     if new := _INTO.new(q, cache, ragged, written, layout, lengths, extra, extra_lengths, sink):
@@ -228,11 +267,20 @@ def merge_attn_states(
 ) -> AttentionOutput:
     """Merge attention over disjoint sets of keys into attention over their union.
 
-    outs: [states, tokens, heads, d_v] bf16, fp16 or fp32. lses: fp32 [states, tokens, heads], natural log, -inf for a
-    state without keys (whose out is ignored). sink: fp32 [>= heads], counted once, or None. An lse that is NaN or +inf
-    makes out and lse of its token and head NaN. A row's bits do not depend on the others.
+    An lse that is NaN or +inf makes out and lse of its token and head NaN. A row's bits do not depend on the others.
 
-    Returns AttentionOutput(out [tokens, heads, d_v] dtype of outs, lse fp32 [tokens, heads]).
+    Args:
+        outs: [states, tokens, heads, d_v] bf16, fp16 or fp32.
+        lses: fp32 [states, tokens, heads], natural log, -inf for a state without keys (whose out is ignored).
+        sink: fp32 [>= heads], counted once, or None.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        AttentionOutput(out [tokens, heads, d_v] dtype of outs, lse fp32 [tokens, heads]).
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if new := _MERGE.new(outs, lses, sink):
         checks.check_dtype("outs", outs, FLOATS)
@@ -249,12 +297,26 @@ def merge_attn_states(
 
 
 def lse_to_base2(lse: torch.Tensor) -> torch.Tensor:
-    """Natural-log lse -> base-2 lse."""
+    """Natural-log lse -> base-2 lse.
+
+    Args:
+        lse: any float, any shape.
+
+    Returns:
+        The same shape and dtype.
+    """
     return lse * math.log2(math.e)
 
 
 def lse_to_flashmla(lse: torch.Tensor) -> torch.Tensor:
-    """This library's lse (-inf for an empty row) -> FlashMLA's (+inf for an empty row)."""
+    """This library's lse (-inf for an empty row) -> FlashMLA's (+inf for an empty row).
+
+    Args:
+        lse: any float, any shape.
+
+    Returns:
+        The same shape and dtype.
+    """
     return torch.where(lse == -math.inf, math.inf, lse)
 
 

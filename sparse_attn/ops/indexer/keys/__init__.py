@@ -54,15 +54,22 @@ def indexer_k_quant_and_cache(
 ) -> None:
     """Write index keys into ``cache``, quantised as ``layout`` says.
 
-    k: bf16, fp16 or fp32 [tokens, dim], rotated. cache: blocks of ``layout``, written in place; block stride free, and
-    a PlainLayout's row stride.
-    slot_mapping: int64 or int32 [at most tokens], block * block_size + offset of each token; a negative slot, or one
-    beyond the cache, writes nothing. Tokens beyond slot_mapping are ignored. Where two tokens have one slot, it is
-    undefined which one is written.
-
     fp8: scale = max(amax, 1e-4) / FP8_MAX over the token's dim values, rounded up to a power of two under "pow2". NaN
     and infinities become the flavour's NaN and change no other value. Such a key is never selected. MXFP4: scale =
     2^ceil(log2(max(amax, 6 * 2^-126) / 6)) over 32 values, which NaN or an infinity among them makes NaN in full.
+
+    Args:
+        k: bf16, fp16 or fp32 [tokens, dim], rotated.
+        cache: blocks of ``layout``, written in place; block stride free, and a PlainLayout's row stride.
+        slot_mapping: int64 or int32 [at most tokens], block * block_size + offset of each token; a negative slot, or
+            one beyond the cache, writes nothing. Tokens beyond slot_mapping are ignored. Where two tokens have one
+            slot, it is undefined which one is written.
+        layout: of ``cache``.
+        impl: "auto", "reference" or "triton".
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if new := _WRITE.new(k, cache, slot_mapping, layout):
         checks.check_dtype("k", k, FLOATS)
@@ -87,12 +94,22 @@ def gather_indexer_k(
 ) -> IndexKeys:
     """Collect the index keys of some requests into one matrix.
 
-    block_table: int32 [requests, max_blocks]. kv_indptr: int32 [requests + 1], rows [kv_indptr[b], kv_indptr[b + 1])
-    are the first tokens of request b. capacity: rows of the result, the host's bound on kv_indptr[-1]. Rows beyond
-    kv_indptr[-1], and tokens whose block is outside the table or the cache, come out zero.
+    Args:
+        cache: blocks of ``layout``.
+        block_table: int32 [requests, max_blocks].
+        kv_indptr: int32 [requests + 1], rows [kv_indptr[b], kv_indptr[b + 1]) are the first tokens of request b.
+        capacity: rows of the result, the host's bound on kv_indptr[-1].
+        layout: of ``cache``.
+        impl: "auto", "reference" or "triton".
 
-    Returns IndexKeys(keys [capacity, dim] uint8 codes or the layout's dtype, scales fp32 [capacity], None for a
-    PlainLayout). MXFP4: keys uint8 [capacity, dim / 2], scales ue8m0 bytes [capacity, dim / 32].
+    Returns:
+        IndexKeys(keys [capacity, dim] uint8 codes or the layout's dtype, scales fp32 [capacity], None for a
+        PlainLayout). MXFP4: keys uint8 [capacity, dim / 2], scales ue8m0 bytes [capacity, dim / 32]. Rows beyond
+        kv_indptr[-1], and tokens whose block is outside the table or the cache, come out zero.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if new := _GATHER.new(cache, block_table, kv_indptr, capacity, layout):
         _check_layout(layout)

@@ -50,23 +50,34 @@ def indexer_q_rope_quant(
 ) -> QuantisedQuery:
     """Make the queries that the index logits take, in the form of the key cache's ``layout``.
 
-    q: bf16, fp16 or fp32 [tokens, index_heads, dim]. weights: bf16, fp16 or fp32 [tokens, index_heads]. Any strides.
-    positions: int32 or int64 [tokens]; a row whose position lies outside the table is padding: query 0, weights 0.
-    cos_sin: fp32 [positions, R]; the slice [start, start + R) is rotated, in pairs (2i, 2i + 1) when ``interleaved``,
-    else (i, i + R / 2). hadamard: transform the whole vector afterwards (dim a power of two); the keys must be treated
-    alike.
-
     The rotated vector is rounded to q's dtype, and so is the transformed one. Under an IndexFp8Layout each vector has
     one scale, from its largest magnitude, as keys have. Under a PlainLayout the values are rounded to its dtype and the
     scale is 1. weights_out = (float(weights) * weight_scale) * scale. Under an IndexMxfp4Layout a head has a scale for
     every 32 values. They stand beside the codes, not in the weights: a token's query is a block of the layout, heads in
-    place of tokens.
+    place of tokens. Every implementation gives the same bits; NaN and infinities become NaN as in the keys' cache.
 
-    Returns QuantisedQuery(query [tokens, index_heads, dim] uint8 codes or layout.dtype, weights fp32 [tokens,
-    index_heads]); MXFP4: query uint8 [tokens, index_heads, layout.row], whose last dimension is a size, not a record.
-    Every implementation gives the same bits; NaN and infinities become NaN as in the keys' cache. TypeError or
-    ValueError for wrong dtypes, shapes, devices, a slice that does not fit, or a layout of another dim.
     Source: vLLM 0.25's fused indexer query op and DeepSeek's rotate_activation.
+
+    Args:
+        q: bf16, fp16 or fp32 [tokens, index_heads, dim], any strides.
+        weights: bf16, fp16 or fp32 [tokens, index_heads], any strides.
+        positions: int32 or int64 [tokens]; a row whose position lies outside the table is padding: query 0, weights 0.
+        cos_sin: fp32 [positions, R].
+        start: the slice [start, start + R) is rotated.
+        interleaved: in pairs (2i, 2i + 1), else (i, i + R / 2).
+        hadamard: transform the whole vector afterwards (dim a power of two); the keys must be treated alike.
+        weight_scale: what weights are multiplied by.
+        layout: of the key cache.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        QuantisedQuery(query [tokens, index_heads, dim] uint8 codes or layout.dtype, weights fp32 [tokens,
+        index_heads]); MXFP4: query uint8 [tokens, index_heads, layout.row], whose last dimension is a size, not a
+        record.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes or devices, a slice that does not fit, or a layout of another dim.
     """
     if new := _GUARD.new(q, weights, positions, cos_sin, start, hadamard, layout):
         checks.check_dtype("q", q, VALUE_DTYPES)

@@ -43,7 +43,18 @@ def indexer_q_rope_quant(
 
 
 def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
-    """Orthonormal Hadamard transform of the last dimension (a power of two), in fp32, cast back. Its own inverse."""
+    """Orthonormal Hadamard transform of the last dimension (a power of two), in fp32, cast back. Its own inverse.
+
+    Args:
+        x: bf16, fp16 or fp32 [..., dim].
+
+    Returns:
+        The same shape and dtype.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: a last dimension that is no power of two.
+    """
     checks.check_dtype("x", x, FLOATS)
     dim = x.shape[-1] if x.dim() else 0
     if dim < 1 or dim & (dim - 1):

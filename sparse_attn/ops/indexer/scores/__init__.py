@@ -66,9 +66,22 @@ def fp8_mqa_logits(
 ) -> torch.Tensor:
     """Scores over contiguous fp8 keys.
 
-    q: [rows, heads, dim] and k: [keys, dim], fp8 codes of ``flavour`` (that float8 dtype, or uint8), 1 to 128 heads.
-    k_scale: fp32 [keys]. weights: fp32 [rows, heads]. kv_start, kv_end: int32 [rows], row m scores keys
-    [kv_start[m], kv_end[m]) clamped to [0, keys]. Returns fp32 [rows, keys].
+    Args:
+        q: [rows, heads, dim], fp8 codes of ``flavour`` (that float8 dtype, or uint8), 1 to 128 heads.
+        k: [keys, dim], fp8 codes of ``flavour``.
+        k_scale: fp32 [keys].
+        weights: fp32 [rows, heads].
+        kv_start: int32 [rows]; row m scores keys [kv_start[m], kv_end[m]) clamped to [0, keys].
+        kv_end: int32 [rows].
+        flavour: "e4m3fn" or "e4m3fnuz".
+        impl: "auto", "reference", "triton", or a kernel's name.
+
+    Returns:
+        fp32 [rows, keys].
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     checks.check_choice("flavour", flavour, tuple(FP8_DTYPE))
     return _score_rows(q, k, k_scale, weights, kv_start, kv_end, flavour, impl)
@@ -83,7 +96,23 @@ def bf16_mqa_logits(
     *,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """As fp8_mqa_logits over unquantised keys: q and k of one dtype, bf16, fp16 or fp32, and no k_scale."""
+    """As fp8_mqa_logits over unquantised keys: q and k of one dtype, bf16, fp16 or fp32, and no k_scale.
+
+    Args:
+        q: bf16, fp16 or fp32 [rows, heads, dim], 1 to 128 heads.
+        k: [keys, dim], dtype of q.
+        weights: see fp8_mqa_logits.
+        kv_start: see fp8_mqa_logits.
+        kv_end: see fp8_mqa_logits.
+        impl: "auto", "reference", "triton", or a kernel's name.
+
+    Returns:
+        fp32 [rows, keys].
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
+    """
     return _score_rows(q, k, None, weights, kv_start, kv_end, "none", impl)
 
 
@@ -99,9 +128,24 @@ def mxfp4_mqa_logits(
 ) -> torch.Tensor:
     """As fp8_mqa_logits over MXFP4 keys.
 
-    q: uint8 [rows, heads, dim / 2 + dim / 32], a row's heads side by side: their codes, then their scales, as
-    indexer_q_rope_quant gives them. k: uint8 [keys, dim / 2] and k_scale: ue8m0 bytes [keys, dim / 32], as
-    gather_indexer_k does. dim: a multiple of 32. The scores are those of the decoded values.
+    dim: a multiple of 32. The scores are those of the decoded values.
+
+    Args:
+        q: uint8 [rows, heads, dim / 2 + dim / 32], a row's heads side by side: their codes, then their scales, as
+            indexer_q_rope_quant gives them.
+        k: uint8 [keys, dim / 2], as gather_indexer_k gives them.
+        k_scale: ue8m0 bytes [keys, dim / 32].
+        weights: see fp8_mqa_logits.
+        kv_start: see fp8_mqa_logits.
+        kv_end: see fp8_mqa_logits.
+        impl: "auto", "reference", "triton", or a kernel's name.
+
+    Returns:
+        fp32 [rows, keys].
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     return _score_rows(q, k, k_scale, weights, kv_start, kv_end, MXFP4, impl)
 
@@ -119,11 +163,24 @@ def fp8_paged_mqa_logits(
 ) -> torch.Tensor:
     """Scores over a paged fp8 index cache.
 
-    q: fp8 codes [requests, next_n, heads, dim] (float8 of the layout's flavour, or uint8), 1 to 128 heads. cache:
-    blocks of ``layout``. weights: fp32 [requests * next_n, heads]. context_lens: int32 [requests, next_n], row (b, j)
-    scores positions [0, context_lens[b, j]) clamped to [0, max_context_len]. block_table: int32 [requests, max_blocks];
-    positions beyond the table or in a block outside the cache come out -inf. Returns fp32 [requests * next_n,
-    max_context_len].
+    Args:
+        q: fp8 codes [requests, next_n, heads, dim] (float8 of the layout's flavour, or uint8), 1 to 128 heads.
+        cache: blocks of ``layout``.
+        weights: fp32 [requests * next_n, heads].
+        context_lens: int32 [requests, next_n], row (b, j) scores positions [0, context_lens[b, j]) clamped to [0,
+            max_context_len].
+        block_table: int32 [requests, max_blocks]; positions beyond the table or in a block outside the cache come out
+            -inf.
+        max_context_len: the host's bound on every length.
+        layout: of ``cache``.
+        impl: "auto", "reference", "triton", or a kernel's name.
+
+    Returns:
+        fp32 [requests * next_n, max_context_len].
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if not isinstance(layout, IndexFp8Layout):
         raise ValueError(f"layout: got {layout!r}, allowed: an IndexFp8Layout")
@@ -141,7 +198,25 @@ def bf16_paged_mqa_logits(
     *,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """As fp8_paged_mqa_logits over an unquantised cache: q has the layout's dtype."""
+    """As fp8_paged_mqa_logits over an unquantised cache: q has the layout's dtype.
+
+    Args:
+        q: [requests, next_n, heads, dim] of the layout's dtype, 1 to 128 heads.
+        cache: see fp8_paged_mqa_logits.
+        weights: see fp8_paged_mqa_logits.
+        context_lens: see fp8_paged_mqa_logits.
+        block_table: see fp8_paged_mqa_logits.
+        max_context_len: see fp8_paged_mqa_logits.
+        layout: of ``cache``.
+        impl: "auto", "reference", "triton", or a kernel's name.
+
+    Returns:
+        fp32 [requests * next_n, max_context_len].
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
+    """
     if not isinstance(layout, PlainLayout):
         raise ValueError(f"layout: got {layout!r}, allowed: a PlainLayout")
     return _score_paged(q, cache, weights, context_lens, block_table, max_context_len, layout, impl)
@@ -158,8 +233,25 @@ def mxfp4_paged_mqa_logits(
     *,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """As fp8_paged_mqa_logits over a paged MXFP4 cache: q is uint8 [requests, next_n, heads, layout.row], a row's heads
-    side by side, as indexer_q_rope_quant gives it."""
+    """As fp8_paged_mqa_logits over a paged MXFP4 cache.
+
+    Args:
+        q: uint8 [requests, next_n, heads, layout.row], a row's heads side by side, as indexer_q_rope_quant gives it.
+        cache: see fp8_paged_mqa_logits.
+        weights: see fp8_paged_mqa_logits.
+        context_lens: see fp8_paged_mqa_logits.
+        block_table: see fp8_paged_mqa_logits.
+        max_context_len: see fp8_paged_mqa_logits.
+        layout: of ``cache``.
+        impl: "auto", "reference", "triton", or a kernel's name.
+
+    Returns:
+        fp32 [requests * next_n, max_context_len].
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
+    """
     if not isinstance(layout, IndexMxfp4Layout):
         raise ValueError(f"layout: got {layout!r}, allowed: an IndexMxfp4Layout")
     return _score_paged(q, cache, weights, context_lens, block_table, max_context_len, layout, impl)

@@ -63,17 +63,32 @@ def hyper_mix(
 ) -> HyperMix:
     """Collapse the streams into a sublayer's input, and say how its output and the streams are mixed afterwards.
 
-    streams: bf16, fp16 or fp32 [tokens, N, hidden], 1 to 16 streams. fn: fp32 [(2 + N) * N, N * hidden]. base: fp32
-    [(2 + N) * N]. scale: fp32 [3]. With x the flattened streams over the root of their mean square plus norm_eps, and
-    (a, b, c) = fn x in parts of N, N and N * N values (an fp32 product of torch: in TF32 if
-    torch.set_float32_matmul_precision allows it; or ``product``, another function of x and fn):
+    With x the flattened streams over the root of their mean square plus norm_eps, and (a, b, c) = fn x in parts of N, N
+    and N * N values:
 
         pre = sigmoid(a * scale[0] + base) + eps,   post = 2 * sigmoid(b * scale[1] + base),
         comb = softmax of each row of (c * scale[2] + base) + eps, then columns normalised, then ``iterations`` - 1
         times rows and columns normalised, each by its sum plus eps.
 
-    Returns HyperMix(collapsed [tokens, hidden] = sum_n pre[n] * streams[n] in the dtype of streams, post fp32
-    [tokens, N], comb fp32 [tokens, N, N]).
+    Args:
+        streams: bf16, fp16 or fp32 [tokens, N, hidden], 1 to 16 streams.
+        fn: fp32 [(2 + N) * N, N * hidden].
+        base: fp32 [(2 + N) * N].
+        scale: fp32 [3].
+        iterations: at least 1.
+        eps: added to pre and comb, and to the sums.
+        norm_eps: added to the mean square.
+        product: a function of x and fn. The default is an fp32 product of torch: in TF32 if
+            torch.set_float32_matmul_precision allows it.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        HyperMix(collapsed [tokens, hidden] = sum_n pre[n] * streams[n] in the dtype of streams, post fp32 [tokens, N],
+        comb fp32 [tokens, N, N]).
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if new := _MIX.new(streams, fn, base, scale, iterations):
         count, hidden = _check_streams(streams)
@@ -90,8 +105,19 @@ def hyper_merge(
 ) -> torch.Tensor:
     """The streams behind a sublayer: new[k] = post[k] * out + sum_j comb[j, k] * streams[j].
 
-    out: [tokens, hidden], dtype of streams [tokens, N, hidden]. post: fp32 [tokens, N]. comb: fp32 [tokens, N, N].
-    Returns [tokens, N, hidden] in that dtype.
+    Args:
+        out: [tokens, hidden], dtype of streams.
+        streams: bf16, fp16 or fp32 [tokens, N, hidden], 1 to 16 streams.
+        post: fp32 [tokens, N].
+        comb: fp32 [tokens, N, N].
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        [tokens, N, hidden] in that dtype.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if new := _MERGE.new(out, streams, post, comb):
         count, hidden = _check_streams(streams)
@@ -121,10 +147,26 @@ def hyper_head(
     impl: str = "auto",
 ) -> torch.Tensor:
     """Collapse the streams for the last time: sum_n (sigmoid(fn x * scale + base) + eps)[n] * streams[n], x as in
-    hyper_mix. It is hyper_mix's first output, with zeros for the inputs of the other two.
+    hyper_mix.
 
-    streams: [tokens, N, hidden]. fn: fp32 [N, N * hidden]. base: fp32 [N]. scale: fp32 [1]. Returns [tokens, hidden] in
-    the dtype of streams.
+    It is hyper_mix's first output, with zeros for the inputs of the other two.
+
+    Args:
+        streams: bf16, fp16 or fp32 [tokens, N, hidden], 1 to 16 streams.
+        fn: fp32 [N, N * hidden].
+        base: fp32 [N].
+        scale: fp32 [1].
+        eps: see hyper_mix.
+        norm_eps: see hyper_mix.
+        product: see hyper_mix.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        [tokens, hidden] in the dtype of streams.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if new := _HEAD.new(streams, fn, base, scale):
         count, hidden = _check_streams(streams)

@@ -75,10 +75,22 @@ def linear(
 ) -> torch.Tensor:
     """x times the transpose of a weight: [..., columns] -> [..., rows], in x's dtype.
 
-    x: bf16, fp16 or fp32. weight: [rows, columns], a PackedWeight or a plain tensor in x's dtype, for which this is
-    torch.nn.functional.linear. Of a packed weight no expanded copy is kept; grouped_linear says how products are
-    rounded, and what is refused. batch_invariant: see grouped_linear, which then multiplies by plain weights, too; not
-    for fp64.
+    Of a packed weight no expanded copy is kept; grouped_linear says how products are rounded, and what is refused.
+
+    Args:
+        x: bf16, fp16 or fp32 [..., columns]; fp64 with a plain weight.
+        weight: [rows, columns], a PackedWeight or a plain tensor in x's dtype, for which this is
+            torch.nn.functional.linear.
+        activations: see grouped_linear; "exact" for a plain weight.
+        batch_invariant: see grouped_linear, which then multiplies by plain weights, too; not for fp64.
+        impl: "auto", "reference", "triton", or a kernel's name.
+
+    Returns:
+        [..., rows] in x's dtype.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if not isinstance(weight, PackedWeight):
         if not (  # a glance, for a step has dozens of these
@@ -126,31 +138,39 @@ def grouped_linear(
 ) -> torch.Tensor:
     """Each group of rows times the transpose of a weight of its own, such as an expert's.
 
-    rows: bf16, fp16 or fp32 [n, columns], any strides. weight: [groups, outputs, columns], a PackedWeight or a plain
-    tensor in the dtype of rows. ends: int32 [groups], ascending; group g has rows [ends[g - 1], ends[g]), the first one
-    from 0 on. None: one group of all rows. Ends are clamped to n; rows behind the last end come out 0.
-
-    Returns [n, outputs] in the dtype of rows. A row costs its own group's weight: of a group without rows nothing is
-    read. Codes are exact in every dtype of rows. Products of codes are added up in fp32 within a scale block, or a part
-    of it, that sum is multiplied by the block's scale in fp32, and blocks are added up in fp32. Where a scale is a
-    power of two, values may be scaled first, which is as exact in bf16 down to 2^-133. NaN in a code, a scale or a row
-    gives NaN. On a GPU nothing waits for the host, so a step can be captured. How sums are split depends on n. On
-    Hopper many rows are multiplied by codes that were expanded to bf16, at most 64 MiB of them in scratch at a time.
+    A row costs its own group's weight: of a group without rows nothing is read. Codes are exact in every dtype of rows.
+    Products of codes are added up in fp32 within a scale block, or a part of it, that sum is multiplied by the block's
+    scale in fp32, and blocks are added up in fp32. Where a scale is a power of two, values may be scaled first, which
+    is as exact in bf16 down to 2^-133. NaN in a code, a scale or a row gives NaN. On a GPU nothing waits for the host,
+    so a step can be captured. How sums are split depends on n. On Hopper many rows are multiplied by codes that were
+    expanded to bf16, at most 64 MiB of them in scratch at a time.
 
     A weight that is changed in place: on Hopper products of up to 1024 rows load codes before the launch in front has
     ended. Between the change and the product launch a kernel of torch's, or synchronise.
 
-    activations: "fp8" quantises rows to e4m3 first, with a power of two for every 128 columns that brings their largest
-    magnitude to 448 at most: a value is off by 2^-4 of itself at most, or by 2^-9 times the power of two where it is
-    small; infinities become NaN. For packed weights whose scale blocks have multiples of 32 columns. Products of a
-    block, of 128 columns at most, are added up as the fp8 units do, which drop what lies 13 bits below the largest of a
-    sum. (W8A8, W4A8)
+    Source: the products of DeepSeek-V3 and V4 without quantised activations (W8A16, W4A16). Layouts:
+    sparse_attn.weight_layout.
 
-    batch_invariant: a row's bits depend on its own values and its group's weight, on nothing else: a kernel
-    and its splits are the same for any n. It costs time where they do not suit n.
+    Args:
+        rows: bf16, fp16 or fp32 [n, columns], any strides.
+        ends: int32 [groups], ascending; group g has rows [ends[g - 1], ends[g]), the first one from 0 on. None: one
+            group of all rows. Ends are clamped to n; rows behind the last end come out 0.
+        weight: [groups, outputs, columns], a PackedWeight or a plain tensor in the dtype of rows.
+        activations: "exact", or "fp8" (W8A8, W4A8), which quantises rows to e4m3 first, with a power of two for every
+            128 columns that brings their largest magnitude to 448 at most: a value is off by 2^-4 of itself at most, or
+            by 2^-9 times the power of two where it is small; infinities become NaN. For packed weights whose scale
+            blocks have multiples of 32 columns. Products of a block, of 128 columns at most, are added up as the fp8
+            units do, which drop what lies 13 bits below the largest of a sum.
+        batch_invariant: a row's bits depend on its own values and its group's weight, on nothing else: a kernel and its
+            splits are the same for any n. It costs time where they do not suit n.
+        impl: "auto", "reference", "triton", or a kernel's name.
 
-    TypeError or ValueError: wrong dtypes, shapes or devices; scale blocks whose columns are no multiple of 16. Layouts:
-    sparse_attn.weight_layout. Source: the products of DeepSeek-V3 and V4 without quantised activations (W8A16, W4A16).
+    Returns:
+        [n, outputs] in the dtype of rows.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes or devices; scale blocks whose columns are no multiple of 16.
     """
     if new := _LINEAR.new(rows, ends, weight, activations):
         _check_grouped(rows, ends, weight, activations)
@@ -204,24 +224,35 @@ def packed_experts(
 ) -> torch.Tensor:
     """Gated MLPs of the experts that a token is routed to, times the token's weights, summed.
 
-    x: bf16, fp16 or fp32 [tokens, hidden]. weights: fp32 [tokens, k]. ids: int32 [tokens, k], an expert each; one
-    outside of the experts, such as another rank's, adds nothing. gate_up: [experts, 2 * intermediate, hidden], gate
-    rows first. down: [experts, hidden, intermediate]. clamp: 0 or more; gates are bounded from above by it, ups both
-    ways, before silu(gate) * up; None: unbounded. num_experts: of how many experts ids are, other ranks' among them, so
-    that kernels are chosen by the ids that these ones have in the mean; None: of these alone. activations: "fp8"
-    quantises x, and what is between the products, as grouped_linear does (W8A8, W4A8): either is off by up to 2^-4 of
-    itself, or 2^-17 of the largest of its 128 columns, on Hopper of its row beside MXFP4 weights. On an H200 256 MXFP4
-    experts, 6 a token, are 1.4 times as fast as exact ones at 4096 tokens, and 1.3 times as fast at 512; 256 e4m3 ones,
-    8 a token, 1.6 and 1.1 times. With it, columns of MXFP4 weights whose scale is below 2^-11 of the largest of their
-    256 may count as 0.
+    Products are rounded as grouped_linear says; silu(gate) * up is rounded to the dtype of x, and so is the sum; the k
+    terms of a token are added in fp32, in order. On a GPU nothing waits for the host.
 
-    Returns [tokens, hidden] in the dtype of x. Products are rounded as grouped_linear says; silu(gate) * up is
-    rounded to the dtype of x, and so is the sum; the k terms of a token are added in fp32, in order. On a GPU nothing
-    waits for the host. batch_invariant: a token's bits depend on no other token. Kernels for few tokens are so anyway;
-    with it more tokens go through them, some at a time.
+    Source: the experts of DeepSeek-V3 and V4 (W8A16, W4A16).
 
-    TypeError or ValueError: wrong dtypes, shapes or devices; what grouped_linear refuses. Source: the experts of
-    DeepSeek-V3 and V4 (W8A16, W4A16).
+    Args:
+        x: bf16, fp16 or fp32 [tokens, hidden].
+        weights: fp32 [tokens, k].
+        ids: int32 [tokens, k], an expert each; one outside of the experts, such as another rank's, adds nothing.
+        gate_up: [experts, 2 * intermediate, hidden], gate rows first.
+        down: [experts, hidden, intermediate].
+        clamp: 0 or more; gates are bounded from above by it, ups both ways, before silu(gate) * up; None: unbounded.
+        num_experts: of how many experts ids are, other ranks' among them, so that kernels are chosen by the ids that
+            these ones have in the mean; None: of these alone.
+        activations: "fp8" quantises x, and what is between the products, as grouped_linear does (W8A8, W4A8): either is
+            off by up to 2^-4 of itself, or 2^-17 of the largest of its 128 columns, on Hopper of its row beside MXFP4
+            weights. On an H200 256 MXFP4 experts, 6 a token, are 1.4 times as fast as exact ones at 4096 tokens, and
+            1.3 times as fast at 512; 256 e4m3 ones, 8 a token, 1.6 and 1.1 times. With it, columns of MXFP4 weights
+            whose scale is below 2^-11 of the largest of their 256 may count as 0.
+        batch_invariant: a token's bits depend on no other token. Kernels for few tokens are so anyway; with it more
+            tokens go through them, some at a time.
+        impl: "auto", "reference", "triton", or a kernel's name.
+
+    Returns:
+        [tokens, hidden] in the dtype of x.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes or devices; what grouped_linear refuses.
     """
     if new := _EXPERTS.new(x, weights, ids, gate_up, down, clamp, num_experts, activations):
         checks.check_dtype("x", x, DTYPES)

@@ -47,13 +47,22 @@ def apply_rope(
 ) -> torch.Tensor:
     """Rotate the slice [start, start + R) of the last dimension by each row's position.
 
-    x: bf16, fp16 or fp32 [tokens, heads, dim] or [tokens, dim], any strides.
-    positions: int32 or int64 [tokens]; a row whose position lies outside the table comes out 0 in the rotated slice.
-    cos_sin: fp32 [positions, R] of ``rope_table``, R / 2 cosines then R / 2 sines.
-    interleaved: pairs (2i, 2i + 1), else (i, i + R / 2) of the slice. inverse: rotate by minus the position.
+    Args:
+        x: bf16, fp16 or fp32 [tokens, heads, dim] or [tokens, dim], any strides.
+        positions: int32 or int64 [tokens]; a row whose position lies outside the table comes out 0 in the rotated
+            slice.
+        cos_sin: fp32 [positions, R] of ``rope_table``, R / 2 cosines then R / 2 sines.
+        start: first value of the slice.
+        interleaved: pairs (2i, 2i + 1), else (i, i + R / 2) of the slice.
+        inverse: rotate by minus the position.
+        impl: "auto", "reference" or "triton".
 
-    Returns a new contiguous tensor, rotated in fp32 and cast back to x's dtype; it has a gradient by x. TypeError or
-    ValueError for wrong dtypes, shapes, devices or a slice that does not fit.
+    Returns:
+        A new contiguous tensor, rotated in fp32 and cast back to x's dtype; it has a gradient by x.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, devices or a slice that does not fit.
     """
     if new := _GUARD.new(x, positions, cos_sin, start, interleaved, inverse):
         checks.check_dtype("x", x, VALUE_DTYPES)

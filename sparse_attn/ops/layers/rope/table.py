@@ -16,8 +16,14 @@ BAND = 1 << 14  # positions whose values the host holds at a time
 class Yarn:
     """Yarn frequency scaling: context grown ``factor`` times over ``original_max_position``.
 
-    attention_factor multiplies cos and sin. It is 1 for every model here, because their mscale equals mscale_all_dim.
-    The rest of mscale belongs to the softmax scale. truncate: the ramp's ends are rounded outwards to dimensions.
+    Attributes:
+        factor: how many times the context grew.
+        original_max_position: tokens of the unscaled context.
+        beta_fast: rotations in it from which a dimension keeps its frequency.
+        beta_slow: rotations in it up to which a frequency is divided by the factor.
+        attention_factor: multiplies cos and sin. It is 1 for every model here, because their mscale equals
+            mscale_all_dim. The rest of mscale belongs to the softmax scale.
+        truncate: the ramp's ends are rounded outwards to dimensions.
     """
 
     factor: float
@@ -33,6 +39,14 @@ def inverse_frequencies(dim: int, theta: float, yarn: Yarn | None) -> torch.Tens
 
     Under yarn, fast dimensions keep theta's frequency, slow ones are divided by the factor, and a linear ramp joins
     them between the dimensions that turn beta_fast and beta_slow times in the original context.
+
+    Args:
+        dim: rotated width, even.
+        theta: base of the frequencies.
+        yarn: frequency scaling, or None.
+
+    Returns:
+        fp32 [dim / 2]: radians a position.
     """
     periods = theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     if yarn is None:
@@ -61,10 +75,23 @@ def rope_table(
 ) -> torch.Tensor:
     """cos_sin fp32 [positions_count, dim]: row p holds dim / 2 cosines, then dim / 2 sines, of p times each frequency.
 
-    dim: rotated width, even. Computed on the CPU and then moved, so that every device holds the same bits. device:
-    None: the CPU, whatever torch's default is.
-    TypeError for wrong types. ValueError for a dim that is odd or below 2, no positions, a theta or yarn out of range.
+    Computed on the CPU and then moved, so that every device holds the same bits.
+
     Source: transformers 5.17, default and yarn rope of DeepSeek-V3.2.
+
+    Args:
+        positions_count: rows, at least 1.
+        dim: rotated width, even.
+        theta: base of the frequencies, above 1.
+        yarn: frequency scaling, or None.
+        device: None: the CPU, whatever torch's default is.
+
+    Returns:
+        fp32 [positions_count, dim].
+
+    Raises:
+        TypeError: wrong types.
+        ValueError: a dim that is odd or below 2, no positions, a theta or yarn out of range.
     """
     checks.check_at_least("positions_count", positions_count, 1)
     checks.check_integer("dim", dim)

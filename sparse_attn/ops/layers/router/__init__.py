@@ -48,21 +48,35 @@ def biased_grouped_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose ``top_k`` experts per token by biased score, and weigh them by unbiased score.
 
-    logits: fp32, bf16 or fp16 [tokens, experts], any strides, up-cast to fp32 before anything else. bias: fp32
-    [experts].
-    score: "sigmoid", or "sqrtsoftplus" for sqrt(log(1 + exp(logit))); biased = score + bias. Experts form
-    ``num_groups`` equal groups of neighbours; a group's score is the sum of its two largest biased scores; the
-    ``top_groups`` best groups are kept, every other expert gets -inf. Weights are the scores of the chosen experts,
-    divided by their sum when ``renormalise`` (a sum of 0 leaves zeros), times ``routed_scale``.
+    biased = score + bias. Experts form ``num_groups`` equal groups of neighbours; a group's score is the sum of its two
+    largest biased scores; the ``top_groups`` best groups are kept, every other expert gets -inf. Weights are the scores
+    of the chosen experts, divided by their sum when ``renormalise`` (a sum of 0 leaves zeros), times ``routed_scale``.
 
-    Returns (weights fp32 [tokens, top_k], ids int32 [tokens, top_k]), in descending biased score. Ties go to the lowest
-    group and the lowest expert. Ids of a row are always distinct and valid: a NaN logit or bias counts as -inf and,
-    like a dropped expert, is chosen only where nothing else is left, with weight 0. Implementations may differ where
-    two biased scores are closer than the rounding of the score. A row's bits do not depend on the others.
+    Ties go to the lowest group and the lowest expert. Ids of a row are always distinct and valid: a NaN logit or bias
+    counts as -inf and, like a dropped expert, is chosen only where nothing else is left, with weight 0. Implementations
+    may differ where two biased scores are closer than the rounding of the score. A row's bits do not depend on the
+    others.
 
-    TypeError or ValueError: wrong dtypes, shapes or devices; experts outside [1, 1024]; num_groups not dividing them,
-    or several groups of one expert; top_groups outside [1, num_groups]; top_k above the experts of the kept groups.
     Source: the gates of DeepSeek-V3 and V4, as in transformers 5.17 and vLLM 0.25 (-inf for dropped groups).
+
+    Args:
+        logits: fp32, bf16 or fp16 [tokens, experts], any strides, up-cast to fp32 before anything else.
+        bias: fp32 [experts].
+        top_k: experts of a token.
+        num_groups: groups of experts.
+        top_groups: groups that are kept.
+        renormalise: divide weights by their sum.
+        routed_scale: what weights are multiplied by.
+        score: "sigmoid", or "sqrtsoftplus" for sqrt(log(1 + exp(logit))).
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        (weights fp32 [tokens, top_k], ids int32 [tokens, top_k]), in descending biased score.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes or devices; experts outside [1, 1024]; num_groups not dividing them, or several groups
+            of one expert; top_groups outside [1, num_groups]; top_k above the experts of the kept groups.
     """
     if new := _BIASED.new(logits, bias, top_k, num_groups, top_groups, renormalise, routed_scale, score):
         checks.check_dtype("logits", logits, LOGIT_DTYPES)
@@ -100,13 +114,25 @@ def hash_routed_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Take each token's experts from a table by its id, and weigh them by score.
 
-    logits: fp32, bf16 or fp16 [tokens, experts], up-cast to fp32 first. tokens: int64 or int32 [tokens], ids. table:
-    int64 or int32 [vocabulary, top_k]. Weights are the scores of these experts, renormalised and scaled as in
-    biased_grouped_topk. An id outside the vocabulary gives experts 0 with weight 0, and so does a table entry outside
-    [0, experts).
+    Plain torch on every device. Source: DeepSeek-V4's hash-routed layers, as in transformers 5.17.
 
-    Returns (weights fp32 [tokens, top_k], ids int32 [tokens, top_k]) in the table's order. Plain torch on every device.
-    Source: DeepSeek-V4's hash-routed layers, as in transformers 5.17.
+    Args:
+        logits: fp32, bf16 or fp16 [tokens, experts], up-cast to fp32 first.
+        tokens: int64 or int32 [tokens], ids. An id outside the vocabulary gives experts 0 with weight 0, and so does a
+            table entry outside [0, experts).
+        table: int64 or int32 [vocabulary, top_k].
+        renormalise: see biased_grouped_topk.
+        routed_scale: see biased_grouped_topk.
+        score: see biased_grouped_topk.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        (weights fp32 [tokens, top_k], ids int32 [tokens, top_k]) in the table's order. Weights are the scores of these
+        experts, renormalised and scaled as in biased_grouped_topk.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if new := _HASHED.new(logits, tokens, table, renormalise, routed_scale, score, impl):
         checks.check_dtype("logits", logits, LOGIT_DTYPES)

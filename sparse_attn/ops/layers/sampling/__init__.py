@@ -29,17 +29,27 @@ def sample(
 ) -> torch.Tensor:
     """Token ids int64 [rows], drawn from softmax(logits / temperature), or the largest logit when temperature is 0.
 
-    logits: fp32, bf16 or fp16 [rows, vocab]; NaN counts as -inf, which is never drawn unless the whole row is.
-    positions: int32 or int64 [rows], any value.
-    temperature: one for all rows, or fp32 or fp64 [rows], one a row.
-    seed: one for all rows, or int64 [rows], one a row. Rows with equal position, seed and logits draw the same token.
-    Take seeds from row_seeds where they should not. Greedy ties go to the lowest id, a row without a logit above -inf
-    to 0. A temperature below 2**-160, where no noise outweighs a difference of two fp32 numbers, is greedy.
-    top_k, top_p, min_p: what may be drawn, as in ``filter_logits``; None: every token.
+    Greedy ties go to the lowest id, a row without a logit above -inf to 0. Rows with equal position, seed and logits
+    draw the same token. Take seeds from row_seeds where they should not.
 
-    TypeError or ValueError for wrong dtypes, shapes, an empty vocabulary, a temperature that is negative or not
-    finite, a seed outside int64, or a filter's parameter outside its range. The values in tensors are not read: a
-    temperature in one is greedy where it is negative or NaN, and the largest fp64 number where it is above.
+    Args:
+        logits: fp32, bf16 or fp16 [rows, vocab]; NaN counts as -inf, which is never drawn unless the whole row is.
+        positions: int32 or int64 [rows], any value.
+        temperature: one for all rows, or fp32 or fp64 [rows], one a row. Below 2**-160, where no noise outweighs a
+            difference of two fp32 numbers, it is greedy. The values in tensors are not read: a temperature in one is
+            greedy where it is negative or NaN, and the largest fp64 number where it is above.
+        seed: one for all rows, or int64 [rows], one a row.
+        top_k: what may be drawn, as in ``filter_logits``; None: every token.
+        top_p: as top_k.
+        min_p: as top_k.
+
+    Returns:
+        int64 [rows].
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, an empty vocabulary, a temperature that is negative or not finite, a seed outside
+            int64, or a filter's parameter outside its range.
     """
     _check_logits(logits)
     checks.check_dtype("positions", positions, INTEGERS)
@@ -66,17 +76,25 @@ def filter_logits(
 ) -> torch.Tensor:
     """fp32 [rows, vocab]: ``logits`` where a token may be drawn, -inf elsewhere. The most likely token always may.
 
-    Tokens are ranked by logit, equal ones by id, the lowest first. top_k keeps the k first; 0: all. top_p keeps of
-    those the fewest first ones whose probabilities, of all that top_k kept, add up to top_p; 1: all. min_p keeps a
-    token at least min_p times as likely as the most likely one; 0: all. Probabilities are those at ``temperature``, at
-    1 where it is greedy.
+    Tokens are ranked by logit, equal ones by id, the lowest first. Probabilities are counted in units of 2**-42 of the
+    largest, so the set is the same on every device, compiled and in any batch. Each parameter is a number, or a tensor
+    with one a row. The values in tensors are not read: there, what lies outside a range counts as its nearest end, and
+    NaN keeps only the most likely token for top_p, all for min_p.
 
-    Each is a number, or a tensor with one a row: top_k int32 or int64, the others fp32 or fp64. Probabilities are
-    counted in units of 2**-42 of the largest, so the set is the same on every device, compiled and in any batch.
+    Args:
+        logits: fp32, bf16 or fp16 [rows, vocab].
+        temperature: fp32 or fp64. Probabilities are those at it, at 1 where it is greedy.
+        top_k: int32 or int64, keeps the k first; 0: all.
+        top_p: fp32 or fp64, keeps of those the fewest first ones whose probabilities, of all that top_k kept, add up to
+            top_p; 1: all.
+        min_p: fp32 or fp64, keeps a token at least min_p times as likely as the most likely one; 0: all.
 
-    TypeError or ValueError for a top_k below 0, a top_p or min_p outside 0 to 1, and more than 2**20 tokens with top_p.
-    The values in tensors are not read: there, what lies outside a range counts as its nearest end, and NaN keeps only
-    the most likely token for top_p, all for min_p.
+    Returns:
+        fp32 [rows, vocab].
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: a top_k below 0, a top_p or min_p outside 0 to 1, and more than 2**20 tokens with top_p.
     """
     _check_logits(logits)
     _check_temperature(temperature, logits)
@@ -95,15 +113,23 @@ def penalise_logits(
 ) -> torch.Tensor:
     """fp32 [rows, vocab]: ``logits`` less likely, or with penalties of the other sign likelier, where a token occurred.
 
-    counts: int32 or int64 [rows, vocab], how often each token was drawn; see ``count_tokens``. prompted: bool [rows,
-    vocab], which tokens are in the row's prompt. repetition: logits above 0 of tokens that were drawn or prompted are
-    divided by it, others multiplied. Then, from tokens that were drawn, presence is subtracted once and frequency
-    for each time. The prompt has no part in these two. 1, 0 and 0 change nothing but NaN, to -inf.
+    Each penalty is a number, or fp32 or fp64 [rows], and is rounded to fp32. 1, 0 and 0 change nothing but NaN, to
+    -inf. The sum is made in fp64 and rounded once, so it is the same on every device.
 
-    Each is a number, or fp32 or fp64 [rows], and is rounded to fp32. The sum is made in fp64 and rounded once, so it is
-    the same on every device.
+    Args:
+        logits: fp32, bf16 or fp16 [rows, vocab].
+        counts: int32 or int64 [rows, vocab], how often each token was drawn; see ``count_tokens``.
+        prompted: bool [rows, vocab], which tokens are in the row's prompt.
+        repetition: logits above 0 of tokens that were drawn or prompted are divided by it, others multiplied.
+        presence: then subtracted once, from tokens that were drawn. The prompt has no part in it.
+        frequency: as presence, for each time.
 
-    TypeError or ValueError for wrong dtypes and shapes, and numbers that are not finite, a repetition not above 0.
+    Returns:
+        fp32 [rows, vocab].
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, numbers that are not finite, a repetition not above 0.
     """
     _check_logits(logits)
     checks.check_dtype("counts", counts, INTEGERS)
@@ -121,8 +147,20 @@ def penalise_logits(
 
 
 def count_tokens(counts: torch.Tensor, tokens: torch.Tensor, *, live: torch.Tensor | None = None) -> torch.Tensor:
-    """``counts`` with one more of each row's token, int64 [rows]; of the rows that are ``live``, bool [rows], or of
-    all. A new tensor."""
+    """``counts`` with one more of each row's token.
+
+    Args:
+        counts: int32 or int64 [rows, vocab].
+        tokens: int64 [rows].
+        live: bool [rows], the rows that count; None: all.
+
+    Returns:
+        A new tensor, as counts.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
+    """
     checks.check_dtype("counts", counts, INTEGERS)
     checks.check_rank("counts", counts, 2)
     checks.check_dtype("tokens", tokens, (torch.int64,))
@@ -138,10 +176,19 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, *, best: int = 0)
     """Log-probabilities under softmax(logits) of each row's token, int64 [rows], and of the ``best`` most likely ones.
 
     Give the model's own logits for its own probabilities, or what ``penalise_logits`` and ``filter_logits`` return for
-    those of the draw at temperature 1. NaN counts as -inf. Equal logits go by id, the lowest first. A row's values are
-    the same in any batch, eager, compiled and captured. A token that cannot be drawn has -inf.
+    those of the draw at temperature 1. A row's values are the same in any batch, eager, compiled and captured.
 
-    TypeError or ValueError for wrong dtypes and shapes, best outside 0 to vocab, more than 2**20 tokens.
+    Args:
+        logits: fp32, bf16 or fp16 [rows, vocab]. NaN counts as -inf. Equal logits go by id, the lowest first.
+        tokens: int64 [rows]. A token that cannot be drawn has -inf.
+        best: 0 to vocab.
+
+    Returns:
+        Logprobs(drawn fp32 [rows], ids int64 [rows, best], values fp32 [rows, best]).
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, best outside 0 to vocab, more than 2**20 tokens.
     """
     _check_logits(logits)
     _check_vocab(logits)
@@ -153,8 +200,22 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, *, best: int = 0)
 
 
 def row_seeds(seed: int, rows: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """int64 [rows], the random streams (seed, 0), (seed, 1), ... as seeds of ``sample``. Row 0's is ``seed`` itself; no
-    two seeds share the stream of one row."""
+    """int64 [rows], the random streams (seed, 0), (seed, 1), ... as seeds of ``sample``.
+
+    Row 0's is ``seed`` itself; no two seeds share the stream of one row.
+
+    Args:
+        seed: a signed 64-bit integer.
+        rows: 0 or more.
+        device: of the result.
+
+    Returns:
+        int64 [rows].
+
+    Raises:
+        TypeError: what is no integer.
+        ValueError: a seed outside int64, rows below 0.
+    """
     checks.check_seed("seed", seed)
     checks.check_at_least("rows", rows, 0)
     return reference.row_seeds(int(seed), rows, device)

@@ -85,12 +85,20 @@ def build_ragged_indices_from_dense(
 ) -> Ragged:
     """Pack the valid entries of dense index rows.
 
-    indices: int32 [tokens, width], -1 (or any negative value) for none. lengths: int32 [tokens], only the first
-    ``lengths[t]`` entries of row t are looked at, clamped to [0, width]; None looks at all. row_offsets: int32
-    [tokens], added to every valid entry of a row. num_rows: entries outside [0, num_rows) after the offset are dropped;
-    None keeps every non-negative one.
+    Args:
+        indices: int32 [tokens, width], -1 (or any negative value) for none.
+        lengths: int32 [tokens], only the first ``lengths[t]`` entries of row t are looked at, clamped to [0, width];
+            None looks at all.
+        num_rows: entries outside [0, num_rows) after the offset are dropped; None keeps every non-negative one.
+        row_offsets: int32 [tokens], added to every valid entry of a row.
+        impl: "auto", "reference" or "triton".
 
-    Returns Ragged(indices int32 [tokens * width], indptr int32 [tokens + 1]).
+    Returns:
+        Ragged(indices int32 [tokens * width], indptr int32 [tokens + 1]).
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if new := _DENSE.new(indices, lengths, num_rows, row_offsets):
         checks.check_dtype("indices", indices, INDEX_DTYPES)
@@ -119,13 +127,23 @@ def compute_global_topk_ragged_indices_and_indptr(
 ) -> Ragged:
     """Map request-local top-k positions through the block table to cache slots, and pack them.
 
-    topk: int32 [tokens, k], -1 for none. request_ids: int32 [tokens]; a row whose request is outside
-    [0, requests) comes out empty. block_table: int32 [requests, max_blocks].
     Slot = block_table[request, i // block_size] * block_size + i % block_size. Entries whose block lies beyond the
-    table, or is negative, are dropped, and so are slots beyond int32.
-
-    Returns Ragged(slots int32 [tokens * k], indptr int32 [tokens + 1]). Formula: vLLM's
+    table, or is negative, are dropped, and so are slots beyond int32. Formula: vLLM's
     compute_global_topk_ragged_indices_and_indptr, compacted by mask.
+
+    Args:
+        topk: int32 [tokens, k], -1 for none.
+        request_ids: int32 [tokens]; a row whose request is outside [0, requests) comes out empty.
+        block_table: int32 [requests, max_blocks].
+        block_size: slots of a block.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        Ragged(slots int32 [tokens * k], indptr int32 [tokens + 1]).
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if new := _GLOBAL.new(topk, request_ids, block_table, block_size):
         checks.check_dtype("topk", topk, INDEX_DTYPES)
@@ -150,12 +168,23 @@ def window_indices(
 ) -> Ragged:
     """Slots of the last ``window`` keys up to each row's own position, ascending, in a ring or an ordinary paged cache.
 
-    positions, request_ids: int32 [tokens]; a row with a negative position or a request outside [0, requests) comes out
-    empty. block_table: int32 [requests, max_blocks]; position p lies in column (p // block_size) % max_blocks, so that
-    a table as wide as the request is the ordinary rule and a narrower one a ring. Keys in a negative block, or in a
-    slot beyond int32, are dropped.
+    Keys in a negative block, or in a slot beyond int32, are dropped.
 
-    Returns Ragged(slots int32 [tokens * window], indptr int32 [tokens + 1]).
+    Args:
+        positions: int32 [tokens]; a row with a negative position or a request outside [0, requests) comes out empty.
+        request_ids: int32 [tokens].
+        block_table: int32 [requests, max_blocks]; position p lies in column (p // block_size) % max_blocks, so that a
+            table as wide as the request is the ordinary rule and a narrower one a ring.
+        block_size: slots of a block.
+        window: keys that a row sees, at least 1.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        Ragged(slots int32 [tokens * window], indptr int32 [tokens + 1]).
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if new := _WINDOW.new(positions, request_ids, block_table, block_size, window):
         _check_rows(positions=positions, request_ids=request_ids)
@@ -178,11 +207,21 @@ def entry_indices(
 ) -> Ragged:
     """Slots of the first entries of each row's request: as many as ``limits`` says, at most ``max_entries``.
 
-    limits, request_ids: int32 [tokens]; a limit <= 0 or a request outside [0, requests) gives an empty row.
-    block_table: int32 [requests, max_blocks], of blocks of ``block_size`` entries; entries beyond it, in a negative
-    block, or in a slot beyond int32 are dropped.
+    Args:
+        limits: int32 [tokens]; a limit <= 0 or a request outside [0, requests) gives an empty row.
+        request_ids: int32 [tokens].
+        block_table: int32 [requests, max_blocks], of blocks of ``block_size`` entries; entries beyond it, in a negative
+            block, or in a slot beyond int32 are dropped.
+        block_size: entries of a block.
+        max_entries: the host's bound on a row's entries.
+        impl: "auto", "reference" or "triton".
 
-    Returns Ragged(slots int32 [tokens * max_entries], indptr int32 [tokens + 1]).
+    Returns:
+        Ragged(slots int32 [tokens * max_entries], indptr int32 [tokens + 1]).
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if new := _ENTRIES.new(limits, request_ids, block_table, block_size, max_entries):
         _check_rows(limits=limits, request_ids=request_ids)
@@ -208,14 +247,28 @@ def combine_topk_swa_indices_ragged(
 ) -> Ragged:
     """Rows of a gathered matrix that each token sees: chosen entries first, then its window of raw keys.
 
-    topk: int32 [tokens, k], entries within the request, -1 for none; None: entries 0 to max_entries - 1. limits: int32
-    [tokens], entries at or beyond are dropped. positions: int32 [tokens]; negative: an empty row. Entry e stands in row
-    e + entry_offsets[t]; position p in row p + window_offsets[t] (which may be negative), for the last ``window``
-    positions up to the token's own. Rows outside [0, num_rows) are dropped; what is negative before the shift is never
-    shifted. So a window offset of -2**31 leaves a token its entries alone.
+    Rows outside [0, num_rows) are dropped; what is negative before the shift is never shifted. So a window offset of
+    -2**31 leaves a token its entries alone. Formula: vLLM 0.25's combine_topk_swa with entry_offsets = M * b and
+    window_offsets = M * b + N - gather_start, compacted by mask.
 
-    Returns Ragged(rows int32 [tokens * (k or max_entries, + window)], indptr int32 [tokens + 1]). Formula: vLLM 0.25's
-    combine_topk_swa with entry_offsets = M * b and window_offsets = M * b + N - gather_start, compacted by mask.
+    Args:
+        topk: int32 [tokens, k], entries within the request, -1 for none; None: entries 0 to max_entries - 1.
+        limits: int32 [tokens], entries at or beyond are dropped.
+        positions: int32 [tokens]; negative: an empty row.
+        entry_offsets: int32 [tokens]. Entry e stands in row e + entry_offsets[t].
+        window_offsets: int32 [tokens]. Position p stands in row p + window_offsets[t] (which may be negative), for the
+            last ``window`` positions up to the token's own.
+        window: keys that a row sees.
+        max_entries: the host's bound on a row's entries where topk is None.
+        num_rows: rows of the gathered matrix.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        Ragged(rows int32 [tokens * (k or max_entries, + window)], indptr int32 [tokens + 1]).
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if new := _COMBINED.new(topk, limits, positions, entry_offsets, window_offsets, window, max_entries, num_rows):
         _check_rows(positions=positions, limits=limits, entry_offsets=entry_offsets, window_offsets=window_offsets)

@@ -57,20 +57,31 @@ def build_step_plan(
 ) -> StepPlan:
     """Describe one step of fixed capacity: B requests, T token rows, decode rows first.
 
-    query_start_loc: int32 [B + 1], first row of each request. seq_lens: int32 [B], tokens of each request including
-    those of this step. block_table: int32 [B, max_blocks]. slot_mapping: int64 [T], cache slot each row writes, -1 for
-    padding. The first ``num_decodes`` requests own ``next_n`` rows each, rows [0, num_decodes * next_n), whatever
-    query_start_loc says of them; the others are prefill requests and own rows
-    [query_start_loc[b], query_start_loc[b + 1]). max_context: host bound on every row's position + 1. kv_capacity: host
-    bound on the sum of the prefill requests' seq_lens.
-
     A row's position is L - q + j (L seq_len, q rows of the request, j the row's place in it). A row is padding (request
     -1, position -1, limit 0, slot -1, empty range) when it lies beyond query_start_loc[-1], its slot is negative, its
-    request has L <= 0, or its position is negative. Where all values lie on the host, and on the device in debug mode,
-    a ValueError names what cannot be right: rows out of order or beyond the step, a prefill request of fewer tokens
-    than rows, slots below -1, and bounds that do not hold.
+    request has L <= 0, or its position is negative.
 
-    Returns a StepPlan; see its docstring for shapes.
+    Args:
+        query_start_loc: int32 [B + 1], first row of each request.
+        seq_lens: int32 [B], tokens of each request including those of this step.
+        block_table: int32 [B, max_blocks].
+        slot_mapping: int64 [T], cache slot each row writes, -1 for padding.
+        max_context: host bound on every row's position + 1.
+        num_decodes: so many requests, the first ones, own ``next_n`` rows each, rows [0, num_decodes * next_n),
+            whatever query_start_loc says of them; the others are prefill requests and own rows [query_start_loc[b],
+            query_start_loc[b + 1]).
+        next_n: rows of a decode request.
+        kv_capacity: host bound on the sum of the prefill requests' seq_lens.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        A StepPlan; see its docstring for shapes.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes or devices. Where all values lie on the host, and on the device in debug mode, it names
+            what cannot be right: rows out of order or beyond the step, a prefill request of fewer tokens than rows,
+            slots below -1, and bounds that do not hold.
     """
     if new := _STEP.new(
         query_start_loc, seq_lens, block_table, slot_mapping, max_context, num_decodes, next_n, kv_capacity
@@ -126,10 +137,22 @@ def build_step_plan(
 def build_compressed_plan(plan: StepPlan, *, ratio: int, block_size: int, impl: str = "auto") -> CompressedPlan:
     """What the step described by ``plan`` needs of entries that each stand for ``ratio`` tokens.
 
-    block_size: entries a block of the compressed caches holds; they share ``plan.block_table``. A row sees the entries
-    that are complete at its position, (position + 1) // ratio, its own included. The row that completes entry e writes
-    block_table[request, e // block_size] * block_size + e % block_size; a block that is negative or beyond the table
-    gives -1.
+    A row sees the entries that are complete at its position, (position + 1) // ratio, its own included. The row that
+    completes entry e writes block_table[request, e // block_size] * block_size + e % block_size; a block that is
+    negative or beyond the table gives -1.
+
+    Args:
+        plan: of the step.
+        ratio: tokens of an entry.
+        block_size: entries a block of the compressed caches holds; they share ``plan.block_table``.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        A CompressedPlan; see its docstring for shapes.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     _check_plan(plan)
     checks.check_unit_stride("plan.block_table", plan.block_table)
@@ -156,8 +179,19 @@ def build_window_plan(plan: StepPlan, *, window: int, impl: str = "auto") -> Win
     """How raw keys are gathered for the step's prefill rows: for each request, from ``window`` - 1 positions before its
     first row on.
 
-    window: keys that a row sees, its own included. A request without rows gathers none. Plain torch on every device: it
-    runs once per step, and only for prefill.
+    A request without rows gathers none. Plain torch on every device: it runs once per step, and only for prefill.
+
+    Args:
+        plan: of the step.
+        window: keys that a row sees, its own included.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        A WindowPlan; see its docstring for shapes.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     _check_plan(plan)
     checks.check_at_least("window", window, 1)

@@ -81,13 +81,25 @@ def index_topk_prefill(
 ) -> torch.Tensor:
     """The ``top_k`` best keys of every query row among gathered keys.
 
-    q: [rows, heads, dim] and k: [keys, dim], fp8 codes (float8 or uint8) of ``flavour`` with k_scale fp32 [keys], or
-    bf16/fp16/fp32 with k_scale None (``flavour`` is then ignored), or with ``flavour`` "mxfp4" what mxfp4_mqa_logits
-    takes. weights: fp32 [rows, heads], scales folded in.
-    kv_start, kv_end: int32 [rows], row r competes with keys [kv_start[r], kv_end[r]), clamped to [0, keys].
-    logits_bytes: bytes of logits that may be held at once; one row always may.
+    Args:
+        q: [rows, heads, dim], fp8 codes (float8 or uint8) of ``flavour`` with k_scale, or bf16/fp16/fp32 with k_scale
+            None, or with ``flavour`` "mxfp4" what mxfp4_mqa_logits takes.
+        weights: fp32 [rows, heads], scales folded in.
+        k: [keys, dim], in the form of q.
+        k_scale: fp32 [keys], or None (``flavour`` is then ignored).
+        kv_start: int32 [rows], row r competes with keys [kv_start[r], kv_end[r]), clamped to [0, keys].
+        kv_end: int32 [rows].
+        top_k: keys of a row, at least 1.
+        flavour: "e4m3fn", "e4m3fnuz" or "mxfp4".
+        logits_bytes: bytes of logits that may be held at once; one row always may.
+        impl: "auto", "reference", "triton", or a kernel's name.
 
-    Returns int32 [rows, top_k] as ``top_k_per_row`` does: key minus kv_start, ascending, -1 behind.
+    Returns:
+        int32 [rows, top_k] as ``top_k_per_row`` does: key minus kv_start, ascending, -1 behind.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     call = Prefill(q, weights, k, k_scale, kv_start, kv_end, top_k, flavour, logits_bytes)
     if new := _PREFILL_GUARD.new(call):
@@ -115,16 +127,29 @@ def index_topk_decode(
 ) -> torch.Tensor:
     """The ``top_k`` best positions of every decode row among its request's cached keys.
 
-    q: [requests, next_n, heads, dim], fp8 codes for an IndexFp8Layout cache, the layout's dtype for a PlainLayout, and
-    for an IndexMxfp4Layout uint8 [..., layout.row] as mxfp4_paged_mqa_logits takes them. weights: fp32 [requests *
-    next_n, heads]. cache: blocks of ``layout``. context_lens: int32 [requests, next_n], row (b, j) competes with
-    positions [0, context_lens[b, j]), clamped to [0, max_context_len]. block_table: int32 [requests, max_blocks];
-    positions beyond it or of a block outside the cache are not candidates. max_context_len: the host's bound on every
-    length. logits_bytes: bytes of logits that may be held at once; one request always may. The
-    selection's scratch comes beside them: at most 16 MiB, or an eighth of the logits. Rows count as max_context_len
-    long. Rows that do not fit take further launches.
+    Args:
+        q: [requests, next_n, heads, dim], fp8 codes for an IndexFp8Layout cache, the layout's dtype for a PlainLayout,
+            and for an IndexMxfp4Layout uint8 [..., layout.row] as mxfp4_paged_mqa_logits takes them.
+        weights: fp32 [requests * next_n, heads].
+        cache: blocks of ``layout``.
+        context_lens: int32 [requests, next_n], row (b, j) competes with positions [0, context_lens[b, j]), clamped to
+            [0, max_context_len].
+        block_table: int32 [requests, max_blocks]; positions beyond it or of a block outside the cache are not
+            candidates.
+        top_k: positions of a row, at least 1.
+        max_context_len: the host's bound on every length.
+        layout: of ``cache``.
+        logits_bytes: bytes of logits that may be held at once; one request always may. The selection's scratch comes
+            beside them: at most 16 MiB, or an eighth of the logits. Rows count as max_context_len long. Rows that do
+            not fit take further launches.
+        impl: "auto", "reference", "triton", or a kernel's name.
 
-    Returns int32 [requests * next_n, top_k] as ``top_k_per_row`` does.
+    Returns:
+        int32 [requests * next_n, top_k] as ``top_k_per_row`` does.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     name = _name_of(layout)
     call = Decode(q, weights, cache, context_lens, block_table, top_k, max_context_len, name, logits_bytes)
@@ -146,10 +171,28 @@ def index_topk_decode_slots(
 ) -> Ragged:
     """Where in a paged cache the ``top_k`` best positions of every decode row lie.
 
-    Takes the arguments of ``index_topk_decode``. The block table is also that of the cache to be read, whose blocks are
-    as long as those of ``cache``. Returns what ``compute_global_topk_ragged_indices_and_indptr`` makes of that
-    function's result, at capacity requests * next_n * top_k. Where CTAs hold all rows at once, and blocks are a
-    multiple of 32 long, it takes no further launch.
+    Where CTAs hold all rows at once, and blocks are a multiple of 32 long, it takes no further launch than
+    ``index_topk_decode``, whose arguments it takes.
+
+    Args:
+        q: see index_topk_decode.
+        weights: see index_topk_decode.
+        cache: see index_topk_decode.
+        context_lens: see index_topk_decode.
+        block_table: also that of the cache to be read, whose blocks are as long as those of ``cache``.
+        top_k: see index_topk_decode.
+        max_context_len: see index_topk_decode.
+        layout: see index_topk_decode.
+        logits_bytes: see index_topk_decode.
+        impl: "auto", "reference", "triton", or a kernel's name.
+
+    Returns:
+        What ``compute_global_topk_ragged_indices_and_indptr`` makes of that function's result, at capacity requests *
+        next_n * top_k.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     name = _name_of(layout)
     call = Decode(q, weights, cache, context_lens, block_table, top_k, max_context_len, name, logits_bytes)

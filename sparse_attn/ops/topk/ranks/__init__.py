@@ -86,14 +86,26 @@ def count_digits(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """How many of a rank's scores have each digit, of those that share the digits found so far.
 
-    logits: fp32 [rows, width], last dimension contiguous. k: as top_k_per_row takes it, the same in all calls. level:
-    0, 1 or 2, from the most significant digit on (11, 11 and 10 bits of the score as an ordered integer). sums, state:
-    what this function returned for level - 1, the counts summed over ranks, of which those below 0 count as 0; None for
-    level 0. row_starts, row_ends: int32 [rows], the row's columns, clamped to [0, width]; None means 0 and width.
+    NaN, -inf and columns out of range are not counted; -0.0 counts as +0.0.
 
-    Returns counts int32 [rows, 2048] (1024 for level 2) and state int32 [rows, 2]: the digits above, and how many
-    scores are still to be taken among those that share them. NaN, -inf and columns out of range are not counted; -0.0
-    counts as +0.0.
+    Args:
+        logits: fp32 [rows, width], last dimension contiguous.
+        k: as top_k_per_row takes it, the same in all calls.
+        level: 0, 1 or 2, from the most significant digit on (11, 11 and 10 bits of the score as an ordered integer).
+        sums: what this function returned for level - 1, the counts summed over ranks, of which those below 0 count as
+            0; None for level 0.
+        state: as sums.
+        row_starts: int32 [rows], the row's first column, clamped to [0, width]; None means 0.
+        row_ends: int32 [rows], the one behind its last; None means width.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        counts int32 [rows, 2048] (1024 for level 2) and state int32 [rows, 2]: the digits above, and how many scores
+        are still to be taken among those that share them.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     _check_scores(logits, row_starts, row_ends)
     checks.check_at_least("k", k, 1)
@@ -119,12 +131,23 @@ def count_ties(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """How many scores of each of a rank's blocks equal the k-th highest of all ranks, and how many are higher.
 
-    sums, state: what count_digits returned for the last level, the counts summed over ranks. block_size: columns of a
-    block, from the row's start on. The other arguments: as count_digits takes them.
+    Args:
+        logits: see count_digits.
+        sums: what count_digits returned for the last level, the counts summed over ranks.
+        state: what count_digits returned for the last level.
+        row_starts: see count_digits.
+        row_ends: see count_digits.
+        block_size: columns of a block, from the row's start on.
+        impl: "auto", "reference" or "triton".
 
-    Returns ties and above [rows, ceil(width / block_size)], uint8 for blocks of at most 255 columns, else int32, and
-    state int32 [rows, 2]: the k-th highest score as a signed ordered integer (the lowest where fewer than k are
-    selectable), and how many of those that equal it are to be taken.
+    Returns:
+        ties and above [rows, ceil(width / block_size)], uint8 for blocks of at most 255 columns, else int32, and state
+        int32 [rows, 2]: the k-th highest score as a signed ordered integer (the lowest where fewer than k are
+        selectable), and how many of those that equal it are to be taken.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     _check_scores(logits, row_starts, row_ends)
     checks.check_at_least("block_size", block_size, 1)
@@ -147,13 +170,28 @@ def take_winners(
 ) -> torch.Tensor:
     """A rank's own among the k highest scores of all ranks.
 
-    ties: [ranks, rows, ceil(width / block_size)] of every rank, as count_ties returned them. above, state: what it
-    returned to this rank. Undefined where they are not those of ``logits``, the row ranges and the state.
-    rank: whose scores ``logits`` are, 0 <= rank < ranks. The other arguments: as count_ties takes them.
+    Undefined where ties, above and state are not those of ``logits`` and the row ranges.
 
-    Returns int32 [rows, k]: local columns relative to the row's start, ascending, packed to the front, -1 behind. Over
-    all ranks they are what top_k_per_row selects from the whole row; of equal scores those at the lowest position of
-    the whole row win.
+    Args:
+        logits: see count_digits.
+        k: see count_digits.
+        ties: [ranks, rows, ceil(width / block_size)] of every rank, as count_ties returned them.
+        above: what it returned to this rank.
+        state: what it returned to this rank.
+        row_starts: see count_digits.
+        row_ends: see count_digits.
+        block_size: see count_ties.
+        rank: whose scores ``logits`` are, 0 <= rank < ranks.
+        impl: "auto", "reference" or "triton".
+
+    Returns:
+        int32 [rows, k]: local columns relative to the row's start, ascending, packed to the front, -1 behind. Over all
+        ranks they are what top_k_per_row selects from the whole row; of equal scores those at the lowest position of
+        the whole row win.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     _check_scores(logits, row_starts, row_ends)
     checks.check_at_least("k", k, 1)
@@ -182,12 +220,21 @@ def pack_candidates(
 ) -> torch.Tensor:
     """What a rank sends of its own k highest scores.
 
-    logits: fp32 [rows, width], last dimension contiguous. columns: int32 [rows, k], what top_k_per_row selects from
-    these scores: relative to the row's start, ascending, -1 behind. row_starts: int32 [rows], clamped to [0, width];
-    None means 0. block_size: columns of a block, from the row's start on.
+    Args:
+        logits: fp32 [rows, width], last dimension contiguous.
+        columns: int32 [rows, k], what top_k_per_row selects from these scores: relative to the row's start, ascending,
+            -1 behind.
+        row_starts: int32 [rows], clamped to [0, width]; None means 0.
+        block_size: columns of a block, from the row's start on.
+        impl: "auto", "reference" or "triton".
 
-    Returns int32 [rows, k + words]: the bits of the scores, -inf where a row has fewer; and how many of the columns lie
-    in each of ceil(width / block_size) blocks, as uint8 for blocks of at most 255 columns, else int32, zeros behind.
+    Returns:
+        int32 [rows, k + words]: the bits of the scores, -inf where a row has fewer; and how many of the columns lie in
+        each of ceil(width / block_size) blocks, as uint8 for blocks of at most 255 columns, else int32, zeros behind.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     _check_scores(logits, row_starts, None)
     checks.check_at_least("block_size", block_size, 1)
@@ -202,11 +249,20 @@ def merge_candidates(
 ) -> torch.Tensor:
     """A rank's own among the k highest scores of all ranks, from each rank's own k highest.
 
-    candidates: int32 [ranks, rows, k + words] contiguous, of every rank, as pack_candidates returned them; ranks and k,
-    each rounded up to a power of two, multiply to at most 32768. columns: int32 [rows, k] of this rank, as it was given
-    there. rank: whose columns they are, 0 <= rank < ranks.
+    Args:
+        candidates: int32 [ranks, rows, k + words] contiguous, of every rank, as pack_candidates returned them; ranks
+            and k, each rounded up to a power of two, multiply to at most 32768.
+        columns: int32 [rows, k] of this rank, as it was given there.
+        block_size: as it was given there.
+        rank: whose columns they are, 0 <= rank < ranks.
+        impl: "auto", "reference" or "triton".
 
-    Returns int32 [rows, k], as take_winners does.
+    Returns:
+        int32 [rows, k], as take_winners does.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     checks.check_dtype("candidates", candidates, (torch.int32,))
     checks.check_at_least("block_size", block_size, 1)

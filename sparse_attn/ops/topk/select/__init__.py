@@ -38,15 +38,25 @@ def top_k_per_row(
 ) -> torch.Tensor:
     """The k largest scores of each row's range, exactly.
 
-    logits: fp32 [rows, width], last dimension contiguous, row stride free. k: at least 1, may exceed the width.
-    row_starts, row_ends: int32 [rows], row r competes with columns [row_starts[r], row_ends[r]), both clamped to
-    [0, width]; None means 0 and width.
-
-    Returns int32 [rows, k]: columns relative to the row's (clamped) start, ascending, packed to the front, -1 behind.
     NaN and -inf are never selected, +inf may be; ties go to the lowest column and -0.0 equals +0.0. What lies outside
     the range is never looked at. The same scores give the same bits on every run and backend.
 
     Field: top_k_per_row_prefill / top_k_per_row_decode of vLLM, there with any subset of ties and in any order.
+
+    Args:
+        logits: fp32 [rows, width], last dimension contiguous, row stride free.
+        k: at least 1, may exceed the width.
+        row_starts: int32 [rows], row r competes with columns [row_starts[r], row_ends[r]), both clamped to [0, width];
+            None means 0.
+        row_ends: int32 [rows]; None means width.
+        impl: "auto", "reference", "triton", or a kernel's name.
+
+    Returns:
+        int32 [rows, k]: columns relative to the row's (clamped) start, ascending, packed to the front, -1 behind.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if new := _GUARD.new(logits, k, row_starts, row_ends):
         checks.check_dtype("logits", logits, (torch.float32,))
