@@ -53,13 +53,13 @@ class Explanation:
 
     Attributes:
         op: the public function.
-        kernel: "reference" where PyTorch runs instead, "none" where there is nothing to compute.
         target: where it runs.
+        kernel: "reference" where PyTorch runs instead, "none" where there is nothing to compute.
         plan: the kernel's own, see its operator; None without a kernel.
-        scratch: of all launches.
-        passed_over: (kernel, reason) of those that come before it in the table.
         floors: None for a GPU that is not in roofline.GPUS; they count every list of keys full, every range whole, and
             rows in as many groups as there can be.
+        passed_over: (kernel, reason) of those that come before it in the table.
+        scratch: of all launches.
         facts: (name, value) of what the plan does not say: CTAs of a launch, rows that are scored and selected at once,
             whether top_k_per_row reads four scores at a time (aligned).
         scores: of an operator that scores and selects, how it scores; the rest is of the selection.

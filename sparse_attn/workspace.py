@@ -259,7 +259,7 @@ def current(device: torch.device | str) -> Workspace | None:
         device: whose current stream.
 
     Returns:
-        The Workspace; None: ops allocate.
+        The Workspace, or None where ops allocate.
     """
     return _owner(torch.device(device))
 

@@ -43,6 +43,8 @@ class Generation(NamedTuple):
         prefill_s: until every prompt has its first token.
         setup_s: compiling or capturing the decode step.
         decode_s: the rest.
+        graph_captures: how many graphs were captured.
+        graph_replays: how many decode steps were replayed.
         logprobs: of the generated tokens per prompt, on the CPU, where asked for.
         accepted_per_step: with speculation, tokens a decode step gave a row that was not over, the model's own
             included.

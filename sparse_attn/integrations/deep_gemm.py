@@ -32,7 +32,21 @@ def get_num_sms() -> int:
 def get_paged_mqa_logits_metadata(
     context_lens: torch.Tensor, block_kv: int, num_sms: int, indices: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """int32 [num_sms + 1, 2] of zeros, to be kept and copied as theirs. Our operators do not look at it."""
+    """int32 [num_sms + 1, 2] of zeros, to be kept and copied as theirs. Our operators do not look at it.
+
+    Args:
+        context_lens: tells the device.
+        block_kv: not looked at.
+        num_sms: of the GPU.
+        indices: not looked at.
+
+    Returns:
+        int32 [num_sms + 1, 2].
+
+    Raises:
+        TypeError: num_sms that is no integer.
+        ValueError: num_sms below 0.
+    """
     checks.check_at_least("num_sms", num_sms, 0)
     return torch.zeros(num_sms + 1, 2, dtype=torch.int32, device=context_lens.device)
 
@@ -49,12 +63,22 @@ def fp8_mqa_logits(
 ) -> torch.Tensor:
     """Scores of contiguous fp8 keys: sum over heads of weights * relu(q . k), times the key's scale.
 
-    q: float8_e4m3fn [rows, heads, dim], 1 to 128 heads. kv: (float8_e4m3fn [keys, dim], fp32 [keys] or [keys, 1]).
-    weights: fp32 [rows, heads]. Row m scores the keys [cu_seq_len_k_start[m], cu_seq_len_k_end[m]), int32 [rows].
-    max_seqlen_k > 0: row m starts at its first key and is so wide. clean_logits: not looked at, unless it is a number,
-    which is the newer signature's max_seqlen_k.
+    Args:
+        q: float8_e4m3fn [rows, heads, dim], 1 to 128 heads.
+        kv: (float8_e4m3fn [keys, dim], fp32 [keys] or [keys, 1]).
+        weights: fp32 [rows, heads].
+        cu_seq_len_k_start: int32 [rows]; row m scores the keys [cu_seq_len_k_start[m], cu_seq_len_k_end[m]).
+        cu_seq_len_k_end: int32 [rows].
+        clean_logits: not looked at, unless it is a number, which is the newer signature's max_seqlen_k.
+        max_seqlen_k: above 0: row m starts at its first key and is so wide.
+        logits_dtype: fp32 or bf16.
 
-    Returns logits_dtype (fp32 or bf16) [rows, keys], or [rows, max_seqlen_k].
+    Returns:
+        logits_dtype [rows, keys], or [rows, max_seqlen_k].
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if not isinstance(clean_logits, bool):
         clean_logits, max_seqlen_k = True, clean_logits
@@ -83,7 +107,26 @@ def fp8_fp4_mqa_logits(
     logits_dtype: torch.dtype = torch.float32,
     schedule_meta: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """fp8_mqa_logits of q = (values, None). schedule_meta is not looked at."""
+    """fp8_mqa_logits of q = (values, None).
+
+    Args:
+        q: (values, None), values as fp8_mqa_logits takes them.
+        kv: see fp8_mqa_logits, as all that follows.
+        weights: see fp8_mqa_logits.
+        cu_seq_len_k_start: see fp8_mqa_logits.
+        cu_seq_len_k_end: see fp8_mqa_logits.
+        clean_logits: see fp8_mqa_logits.
+        max_seqlen_k: see fp8_mqa_logits.
+        logits_dtype: see fp8_mqa_logits.
+        schedule_meta: not looked at.
+
+    Returns:
+        See fp8_mqa_logits.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
+    """
     values = _fp8_query(q)
     return fp8_mqa_logits(
         values, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k, logits_dtype
@@ -105,13 +148,25 @@ def fp8_paged_mqa_logits(
 ) -> torch.Tensor:
     """Scores of a paged fp8 index cache.
 
-    q: float8_e4m3fn [batch, next_n, heads, dim], 1 to 128 heads. kv_cache: uint8 [num_blocks, block_size, 1, dim + 4],
-    a block's codes and behind them its fp32 scales. weights: fp32 [batch * next_n, heads]. context_lens: int32
-    [batch, next_n], how many keys each row scores; or [batch], of a request's last row, one fewer for each row before.
-    block_table: int32 [batch, max_blocks]. schedule_meta and clean_logits are not looked at. indices, which map rows to
-    requests, are a ValueError.
+    Args:
+        q: float8_e4m3fn [batch, next_n, heads, dim], 1 to 128 heads.
+        kv_cache: uint8 [num_blocks, block_size, 1, dim + 4], a block's codes and behind them its fp32 scales.
+        weights: fp32 [batch * next_n, heads].
+        context_lens: int32 [batch, next_n], how many keys each row scores; or [batch], of a request's last row, one
+            fewer for each row before.
+        block_table: int32 [batch, max_blocks].
+        schedule_meta: not looked at.
+        max_context_len: the host's bound on every length.
+        clean_logits: not looked at.
+        indices: None. What maps rows to requests is a ValueError.
+        logits_dtype: fp32 or bf16.
 
-    Returns logits_dtype (fp32 or bf16) [batch * next_n, max_context_len].
+    Returns:
+        logits_dtype [batch * next_n, max_context_len].
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if indices is not None or not isinstance(clean_logits, (bool, type(None))):
         raise ValueError("indices: got a tensor, allowed: None, row b of context_lens and block_table is request b's")
@@ -141,7 +196,27 @@ def fp8_fp4_paged_mqa_logits(
     logits_dtype: torch.dtype = torch.float32,
     indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """fp8_paged_mqa_logits of q = (values, None)."""
+    """fp8_paged_mqa_logits of q = (values, None).
+
+    Args:
+        q: (values, None), values as fp8_paged_mqa_logits takes them.
+        kv_cache: see fp8_paged_mqa_logits, as all that follows.
+        weights: see fp8_paged_mqa_logits.
+        context_lens: see fp8_paged_mqa_logits.
+        block_table: see fp8_paged_mqa_logits.
+        schedule_meta: not looked at.
+        max_context_len: see fp8_paged_mqa_logits.
+        clean_logits: not looked at.
+        logits_dtype: see fp8_paged_mqa_logits.
+        indices: see fp8_paged_mqa_logits.
+
+    Returns:
+        See fp8_paged_mqa_logits.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
+    """
     return fp8_paged_mqa_logits(
         _fp8_query(q), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits,
         indices, logits_dtype=logits_dtype,

@@ -41,7 +41,15 @@ class FlashMLASchedMeta:
 
 
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
-    """(a FlashMLASchedMeta, None), whatever is given. It may be used for any shapes and lengths, and again."""
+    """(a FlashMLASchedMeta, None), whatever is given. It may be used for any shapes and lengths, and again.
+
+    Args:
+        *args: not looked at.
+        **kwargs: not looked at.
+
+    Returns:
+        (a FlashMLASchedMeta, None).
+    """
     return FlashMLASchedMeta(), None
 
 
@@ -59,13 +67,23 @@ def flash_mla_sparse_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Attend to rows of a dense matrix.
 
-    q: [s_q, heads, d_qk] bf16, fp16 or fp32, 1 to 128 heads. kv: [s_kv, 1, d_qk]. indices: int32 [s_q, 1, topk]; an
-    index outside [0, s_kv) names no key. d_v: 1 to d_qk. attn_sink: fp32 [heads]. topk_length: int32 [s_q], only the
-    first so many indices of a row count. out: [s_q, heads, d_v] of q's dtype, any strides, written and returned.
+    Args:
+        q: [s_q, heads, d_qk] bf16, fp16 or fp32, 1 to 128 heads.
+        kv: [s_kv, 1, d_qk].
+        indices: int32 [s_q, 1, topk]; an index outside [0, s_kv) names no key.
+        sm_scale: what scores are multiplied by before the softmax.
+        d_v: 1 to d_qk.
+        attn_sink: fp32 [heads].
+        topk_length: int32 [s_q], only the first so many indices of a row count.
+        out: [s_q, heads, d_v] of q's dtype, any strides, written and returned.
+        return_max_logits: ours: FlashMLA always returns a row's largest scaled score. False leaves it out.
 
-    return_max_logits is ours: FlashMLA always returns a row's largest scaled score. False leaves it out.
+    Returns:
+        (out [s_q, heads, d_v], max_logits fp32 [s_q, heads] or None, lse fp32 [s_q, heads]).
 
-    Returns (out [s_q, heads, d_v], max_logits fp32 [s_q, heads] or None, lse fp32 [s_q, heads]).
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     checks.check_rank("q", q, 3)
     checks.check_shape("kv", kv, (None, 1, q.shape[2]), "[s_kv, 1, d_qk of q]")
@@ -106,18 +124,37 @@ def flash_mla_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to slots of one paged cache, or of two under one softmax.
 
-    q: [batch, s_q, heads, 576 or 512] bf16, fp16 or fp32, 1 to 128 heads. k_cache: [num_blocks, block_size, 1, bytes],
-    records of 656 bytes for 576 values or of 584 for 512 (uint8, int8 or float8_e4m3fn: bytes in any case); or, without
-    is_fp8_kvcache, [num_blocks, block_size, 1, d] of q's dtype. indices: int32 [batch, s_q, topk], slots (block *
-    block_size + offset); a slot outside of the cache names no key. head_dim_v: 512. softmax_scale: None is
-    d_qk**-0.5. extra_k_cache, extra_indices_in_kvcache: both or none. topk_length, extra_topk_length: int32 [batch],
-    only the first so many indices of a request's rows count. attn_sink: fp32 [heads]. out: [batch, s_q, heads, 512],
-    any strides, written and returned. enable_batch_invariant: a row's bits do not depend on how many rows there are.
+    Dense attention (indices None), causal and records of 528, 352 or 288 bytes are a ValueError.
 
-    block_table, cache_seqlens and tile_scheduler_metadata are not looked at. Dense attention (indices None), causal and
-    records of 528, 352 or 288 bytes are a ValueError.
+    Args:
+        q: [batch, s_q, heads, 576 or 512] bf16, fp16 or fp32, 1 to 128 heads.
+        k_cache: [num_blocks, block_size, 1, bytes], records of 656 bytes for 576 values or of 584 for 512 (uint8, int8
+            or float8_e4m3fn: bytes in any case); or, without is_fp8_kvcache, [num_blocks, block_size, 1, d] of q's
+            dtype.
+        block_table: not looked at.
+        cache_seqlens: not looked at.
+        head_dim_v: 512.
+        tile_scheduler_metadata: not looked at.
+        num_splits: None.
+        softmax_scale: None is d_qk**-0.5.
+        causal: False.
+        is_fp8_kvcache: whether k_cache holds records.
+        indices: int32 [batch, s_q, topk], slots (block * block_size + offset); a slot outside of the cache names no
+            key.
+        attn_sink: fp32 [heads].
+        extra_k_cache: the second cache; it and its indices: both or none.
+        extra_indices_in_kvcache: slots in it.
+        topk_length: int32 [batch], only the first so many indices of a request's rows count.
+        extra_topk_length: as topk_length, of the second cache.
+        out: [batch, s_q, heads, 512], any strides, written and returned.
+        enable_batch_invariant: a row's bits do not depend on how many rows there are.
 
-    Returns (out [batch, s_q, heads, 512], lse fp32 [batch, heads, s_q], a transposed view).
+    Returns:
+        (out [batch, s_q, heads, 512], lse fp32 [batch, heads, s_q], a transposed view).
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     if indices is None:
         raise ValueError("indices: got None (dense attention), allowed: int32 [batch, s_q, topk], sparse attention")

@@ -29,11 +29,22 @@ def top_k_per_row_prefill(
 ) -> None:
     """Write the topK largest columns of each row's [rowStarts, rowEnds), relative to rowStarts, -1 behind.
 
-    logits: fp32 [at least numRows, width] whose strides are stride0 and stride1 = 1. rowStarts, rowEnds: int32
-    [at least numRows]. indices: int32 [at least numRows, at least topK], written in place up to there.
-
     NaN and -inf are never selected, where vLLM selects them when a row has too few other scores. Columns are ascending
     and ties go to the lowest, where vLLM's order and ties are any.
+
+    Args:
+        logits: fp32 [at least numRows, width] whose strides are stride0 and stride1 = 1.
+        rowStarts: int32 [at least numRows].
+        rowEnds: int32 [at least numRows].
+        indices: int32 [at least numRows, at least topK], written in place up to there.
+        numRows: rows that are written.
+        stride0: of logits.
+        stride1: of logits.
+        topK: columns of a row.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     _check_rows(logits, indices, numRows, stride0, stride1, topK)
     chosen = top_k_per_row(logits[:numRows], topK, rowStarts[:numRows], rowEnds[:numRows])
@@ -52,8 +63,20 @@ def top_k_per_row_decode(
 ) -> None:
     """As top_k_per_row_prefill over [0, limit) of each row.
 
-    seq_lens: int32 [requests], row i of request i // next_n has limit seq_lens - next_n + i % next_n + 1, at least 0;
-    or int32 [requests, next_n], each row's own limit.
+    Args:
+        logits: see top_k_per_row_prefill.
+        next_n: rows of a request.
+        seq_lens: int32 [requests], row i of request i // next_n has limit seq_lens - next_n + i % next_n + 1, at least
+            0; or int32 [requests, next_n], each row's own limit.
+        indices: see top_k_per_row_prefill.
+        numRows: see top_k_per_row_prefill.
+        stride0: see top_k_per_row_prefill.
+        stride1: see top_k_per_row_prefill.
+        topK: see top_k_per_row_prefill.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     _check_rows(logits, indices, numRows, stride0, stride1, topK)
     checks.check_at_least("next_n", next_n, 1)
@@ -70,12 +93,19 @@ def indexer_k_quant_and_cache(
 ) -> None:
     """Quantise index keys and write them into a paged cache.
 
-    k: [tokens, dim] bf16, fp16 or fp32. kv_cache: uint8 [num_blocks, block_size, dim + 4], written in place.
-    slot_mapping: int64 or int32 [at most tokens]; a negative slot writes nothing, and neither does one beyond the
-    cache. quant_block_size: dim, one scale a key. kv_cache_dtype: "ue8m0" rounds scales up to powers of two; "auto",
-    "fp8" and "fp8_e4m3" keep them.
-
     NaN and infinities become fp8's NaN and leave the key's scale to its other values; such a key is never selected.
+
+    Args:
+        k: [tokens, dim] bf16, fp16 or fp32.
+        kv_cache: uint8 [num_blocks, block_size, dim + 4], written in place.
+        slot_mapping: int64 or int32 [at most tokens]; a negative slot writes nothing, and neither does one beyond the
+            cache.
+        quant_block_size: dim, one scale a key.
+        kv_cache_dtype: "ue8m0" rounds scales up to powers of two; "auto", "fp8" and "fp8_e4m3" keep them.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     checks.check_choice("kv_cache_dtype", kv_cache_dtype, SCALE_RULES)
     checks.check_rank("k", k, 2)
@@ -94,10 +124,18 @@ def cp_gather_indexer_k_quant_cache(
 ) -> None:
     """Collect the index keys of some requests into one matrix.
 
-    kv_cache: uint8 [num_blocks, block_size, dim + 4]. dst_k: uint8 or float8_e4m3fn [rows, dim]. dst_scale: uint8
-    [rows, 4] or fp32 [rows, 1]. block_table: int32 [requests, max_blocks]. cu_seq_lens: int32 [requests + 1].
-
     Rows beyond cu_seq_lens[-1], which vLLM leaves as they were, and keys outside of table or cache become 0.
+
+    Args:
+        kv_cache: uint8 [num_blocks, block_size, dim + 4].
+        dst_k: uint8 or float8_e4m3fn [rows, dim], written.
+        dst_scale: uint8 [rows, 4] or fp32 [rows, 1], written.
+        block_table: int32 [requests, max_blocks].
+        cu_seq_lens: int32 [requests + 1].
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, strides or devices, or a value out of range.
     """
     checks.check_dtype("dst_k", dst_k, (torch.uint8, torch.float8_e4m3fn))
     checks.check_rank("dst_k", dst_k, 2)

@@ -44,17 +44,29 @@ def forward(
     mesh: Mesh = ONE_RANK,
     keep_hidden: bool = False,
 ) -> Any:
-    """Run one step and return fp32 logits [T, vocab]; the step's keys are written into ``caches``. keep_hidden: return
-    (logits, the normed hidden states [T, D] they come from), which models.mtp takes.
+    """Run one step and return fp32 logits [T, vocab]; the step's keys are written into ``caches``.
 
-    params: what checkpoints.load gives. tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id
-    in [0, vocab), their logits mean nothing. caches: one KV cache per layer, one index cache per layer that has an
-    indexer. logits_bytes: bound on the index scores held at a time. prefill_activations: "fp8" quantises what a step
-    with prefill rows multiplies by packed weights but the head (ops.layers.products: W8A8, W4A8).
-    Steps of decode rows alone are exact. batch_invariant: of attention (pipeline.attend) and of every product. impl: as
-    every op takes it. mesh: the ranks that this process is one of; ``params`` are its share (checkpoints.sharding),
-    ``spec`` is the whole model's, and ``plan`` is of all context ranks: its blocks are mesh.context.size times as long
-    as those of ``caches``.
+    Args:
+        params: what checkpoints.load gives.
+        spec: the whole model's.
+        tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id in [0, vocab), their logits mean
+            nothing.
+        caches: one KV cache per layer, one index cache per layer that has an indexer.
+        plan: of all context ranks: its blocks are mesh.context.size times as long as those of ``caches``.
+        layouts: of the caches.
+        impl: as every op takes it.
+        logits_bytes: bound on the index scores held at a time.
+        prefill_activations: "fp8" quantises what a step with prefill rows multiplies by packed weights but the head
+            (ops.layers.products: W8A8, W4A8). Steps of decode rows alone are exact.
+        batch_invariant: of attention (pipeline.attend) and of every product.
+        mesh: the ranks that this process is one of; ``params`` are its share (checkpoints.sharding).
+        keep_hidden: return (logits, the normed hidden states [T, D] they come from), which models.mtp takes.
+
+    Returns:
+        fp32 [T, vocab].
+
+    Raises:
+        TypeError, ValueError: caches, plan or options that do not fit; what the operators refuse.
     """
     options = Options(impl, logits_bytes, batch_invariant, prefill_activations)
     return run(params, spec, tokens, caches, plan, layouts, options, mesh=mesh, keep_hidden=keep_hidden)
@@ -123,7 +135,21 @@ def decoder_layer(
 def allocate_caches(
     spec: Spec, layouts: CacheLayouts, num_blocks: int, block_size: int, device: torch.device | str
 ) -> Caches:
-    """Zeroed caches for every layer, index caches for the layers that run an indexer."""
+    """Zeroed caches for every layer, index caches for the layers that run an indexer.
+
+    Args:
+        spec: of the model.
+        layouts: of the caches.
+        num_blocks: of each cache.
+        block_size: tokens of a block.
+        device: of the caches.
+
+    Returns:
+        Caches.
+
+    Raises:
+        TypeError, ValueError: what allocate_cache refuses.
+    """
     check_block_size(spec, block_size)
     return Caches(
         tuple(allocate_cache(layouts.kv, num_blocks, block_size, device) for _ in range(spec.num_layers)),

@@ -50,15 +50,30 @@ def forward(
     keep_hidden: bool = False,
 ) -> Any:
     """Run one step and return fp32 logits [T, vocab]; the step's keys and entries are written into ``caches``.
-    keep_hidden: return (logits, the streams [T, streams, D] they come from), which models.mtp takes.
 
-    params: what checkpoints.load gives. tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id
-    in [0, vocab), their logits mean nothing. caches: what allocate_caches gives. plan: with a ring_table. logits_bytes:
-    bound on the index scores held at a time. prefill_in_place: see pipeline.windowed. prefill_activations: as
-    models.deepseek_v32.forward takes it. batch_invariant: of attention (pipeline.attend) and of every product
-    (ops.layers.products). impl: as every op takes it. mesh: the ranks that this process is one of; ``params`` are its
-    share (checkpoints.sharding), ``spec`` is the whole model's, and ``plan`` is of all context ranks: its blocks are
-    mesh.context.size times as long as those of ``caches``. Rings and states are whole on every rank.
+    Args:
+        params: what checkpoints.load gives.
+        spec: the whole model's.
+        tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id in [0, vocab), their logits mean
+            nothing.
+        caches: what allocate_caches gives.
+        plan: with a ring_table; of all context ranks: its blocks are mesh.context.size times as long as those of
+            ``caches``.
+        layouts: of the caches.
+        impl: as every op takes it.
+        logits_bytes: bound on the index scores held at a time.
+        prefill_in_place: see pipeline.windowed.
+        prefill_activations: as models.deepseek_v32.forward takes it.
+        batch_invariant: of attention (pipeline.attend) and of every product (ops.layers.products).
+        mesh: the ranks that this process is one of; ``params`` are its share (checkpoints.sharding). Rings and states
+            are whole on every rank.
+        keep_hidden: return (logits, the streams [T, streams, D] they come from), which models.mtp takes.
+
+    Returns:
+        fp32 [T, vocab].
+
+    Raises:
+        TypeError, ValueError: caches, plan or options that do not fit; what the operators refuse.
     """
     options = Options(impl, logits_bytes, batch_invariant, prefill_activations)
     return run(
@@ -178,10 +193,23 @@ def allocate_caches(
 ) -> WindowCaches:
     """Zeroed caches for every layer.
 
-    num_blocks, block_size: the paged caches of entries; a block covers block_size tokens, a multiple of every ratio.
-    requests: how many rings there are. step_rows: most rows of one request in a step. next_n: most decode rows of one.
-    rings_together: a request's rings of all layers are one piece of memory, see cache.allocate_side_by_side; but not
-    where keys are plain rows, which kernels want block by block.
+    Args:
+        spec: of the model.
+        layouts: of the caches.
+        num_blocks: of the paged caches of entries.
+        block_size: tokens that a block of them covers, a multiple of every ratio.
+        device: of the caches.
+        requests: how many rings there are.
+        step_rows: most rows of one request in a step.
+        next_n: most decode rows of one.
+        rings_together: a request's rings of all layers are one piece of memory, see cache.allocate_side_by_side; but
+            not where keys are plain rows, which kernels want block by block.
+
+    Returns:
+        WindowCaches.
+
+    Raises:
+        TypeError, ValueError: what allocate_cache refuses; a block that is no multiple of a ratio.
     """
     check_block_size(spec, block_size)
     ring = window_ring(spec, step_rows)

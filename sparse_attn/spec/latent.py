@@ -91,12 +91,29 @@ class Spec:
 
 
 def leading_dense(num_layers: int, num_dense: int) -> tuple[bool, ...]:
-    """``moe_layers`` of a model whose first ``num_dense`` layers are dense."""
+    """``moe_layers`` of a model whose first ``num_dense`` layers are dense.
+
+    Args:
+        num_layers: in all.
+        num_dense: of them.
+
+    Returns:
+        Whether each layer is routed.
+    """
     return tuple(layer >= num_dense for layer in range(num_layers))
 
 
 def shared_index_layers(num_layers: int, frequency: int = 1, offset: int = 2) -> tuple[bool, ...]:
-    """``index_layers`` where layer i runs its own indexer iff max(i - offset + 1, 0) is a multiple of ``frequency``."""
+    """``index_layers`` where layer i runs its own indexer iff max(i - offset + 1, 0) is a multiple of ``frequency``.
+
+    Args:
+        num_layers: in all.
+        frequency: see above.
+        offset: see above.
+
+    Returns:
+        Whether each layer runs its own indexer.
+    """
     return tuple(max(layer - offset + 1, 0) % max(frequency, 1) == 0 for layer in range(num_layers))
 
 

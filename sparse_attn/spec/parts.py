@@ -96,7 +96,16 @@ class IndexSpec:
 
 
 def softmax_scale(qk_dim: int, yarn_factor: float = 1.0, mscale_all_dim: float = 0.0) -> float:
-    """qk_dim^-0.5 times the square of yarn's m = 0.1 * mscale_all_dim * ln(factor) + 1."""
+    """qk_dim^-0.5 times the square of yarn's m = 0.1 * mscale_all_dim * ln(factor) + 1.
+
+    Args:
+        qk_dim: width of an un-absorbed head.
+        yarn_factor: how many times the context grew.
+        mscale_all_dim: of the model's config; 0: no yarn.
+
+    Returns:
+        What scores are multiplied by before the softmax.
+    """
     return qk_dim**-0.5 * yarn_mscale(yarn_factor, mscale_all_dim) ** 2
 
 

@@ -104,7 +104,7 @@ def gather_indexer_k(
 
     Returns:
         IndexKeys(keys [capacity, dim] uint8 codes or the layout's dtype, scales fp32 [capacity], None for a
-        PlainLayout). MXFP4: keys uint8 [capacity, dim / 2], scales ue8m0 bytes [capacity, dim / 32]. Rows beyond
+        PlainLayout); under MXFP4 keys uint8 [capacity, dim / 2], scales ue8m0 bytes [capacity, dim / 32]. Rows beyond
         kv_indptr[-1], and tokens whose block is outside the table or the cache, come out zero.
 
     Raises:

@@ -72,7 +72,7 @@ def indexer_q_rope_quant(
 
     Returns:
         QuantisedQuery(query [tokens, index_heads, dim] uint8 codes or layout.dtype, weights fp32 [tokens,
-        index_heads]); MXFP4: query uint8 [tokens, index_heads, layout.row], whose last dimension is a size, not a
+        index_heads]); under MXFP4 query uint8 [tokens, index_heads, layout.row], whose last dimension is a size, not a
         record.
 
     Raises:

@@ -100,8 +100,8 @@ def count_digits(
         impl: "auto", "reference" or "triton".
 
     Returns:
-        counts int32 [rows, 2048] (1024 for level 2) and state int32 [rows, 2]: the digits above, and how many scores
-        are still to be taken among those that share them.
+        counts int32 [rows, 2048] (1024 for level 2) and state int32 [rows, 2], the digits above and how many scores are
+        still to be taken among those that share them.
 
     Raises:
         TypeError: wrong types or dtypes.
@@ -142,7 +142,7 @@ def count_ties(
 
     Returns:
         ties and above [rows, ceil(width / block_size)], uint8 for blocks of at most 255 columns, else int32, and state
-        int32 [rows, 2]: the k-th highest score as a signed ordered integer (the lowest where fewer than k are
+        int32 [rows, 2], the k-th highest score as a signed ordered integer (the lowest where fewer than k are
         selectable), and how many of those that equal it are to be taken.
 
     Raises:
