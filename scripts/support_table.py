@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -123,22 +124,36 @@ TABLES = {
 # --- the table
 
 
-def table() -> str:
-    lines = ["| package | kernel | targets | takes |", "|---|---|---|---|"]
+class Row(NamedTuple):
+    """A kernel. package: names the operators that choose it. takes: one condition each; none: everything."""
+
+    package: str
+    kernel: str
+    targets: str
+    takes: list[str]
+
+
+def rows() -> Iterator[Row]:
     for package, calls in TABLES.items():
         questions = [question for question in calls() if question.problem is not None]
         for kernel in questions[0].kernels:
             targets = [at for at in TARGETS.values() if any(_taken(one, at) == kernel.name for one in questions)]
             targets = targets or [at for at in TARGETS.values() if any(_able(kernel, one, at) for one in questions)]
-            takes = "; ".join(conditions(_refusals(kernel.name, questions, targets))) or "everything"
-            lines.append(f"| {package} | `{kernel.name}` | {_names(targets)} | {takes} |")
-            package = ""
+            takes = conditions(_refusals(kernel.name, questions, targets))
+            yield Row(package, f"`{kernel.name}`", _names(targets), takes)
     one, none = [], []
     for name in ops.packages():
         if not any(f"`{name}`" in package for package in TABLES):
             (one if (Path(ops.__path__[0], *name.split(".")) / "launch.py").exists() else none).append(f"`{name}`")
-    lines.append(f"| {', '.join(one)} | one each | NVIDIA, AMD | everything |")
-    lines.append(f"| {', '.join(none)} | PyTorch | NVIDIA, AMD | everything |")
+    yield Row(", ".join(one), "one each", "NVIDIA, AMD", [])
+    yield Row(", ".join(none), "PyTorch", "NVIDIA, AMD", [])
+
+
+def table() -> str:
+    lines, last = ["| package | kernel | targets | takes |", "|---|---|---|---|"], ""
+    for package, kernel, targets, takes in rows():
+        shown, last = "" if package == last else package, package
+        lines.append(f"| {shown} | {kernel} | {targets} | {'; '.join(takes) or 'everything'} |")
     return "\n".join(lines)
 
 
