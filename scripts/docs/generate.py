@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
@@ -60,12 +61,8 @@ def command_line() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _group(command: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> Iterator[str]:
-    shown = [
-        action
-        for action in group._group_actions
-        if action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction)
-    ]
+def _group(command: argparse.ArgumentParser, group: Any) -> Iterator[str]:
+    shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS and action.dest != "help"]
     if not shown:
         return
     if group.title not in ("options", "positional arguments"):
@@ -74,7 +71,7 @@ def _group(command: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> 
         yield from ("", group.description)
     yield from ("", "| option | meaning |", "|---|---|")
     for action in shown:
-        text = command._get_formatter()._expand_help(action) if action.help else ""
+        text = (action.help or "") % {"prog": command.prog, **vars(action)}
         required = "; required" if action.required and action.option_strings else ""
         yield f"| {_option(action)} | {_cell(text)}{required} |"
 
