@@ -149,12 +149,19 @@ def rows() -> Iterator[Row]:
     yield Row(", ".join(none), "PyTorch", "NVIDIA, AMD", [])
 
 
-def table() -> str:
+def table(*, fold: bool = False) -> str:
+    """fold: show how many conditions there are, and themselves when they are asked for."""
     lines, last = ["| package | kernel | targets | takes |", "|---|---|---|---|"], ""
     for package, kernel, targets, takes in rows():
         shown, last = "" if package == last else package, package
-        lines.append(f"| {shown} | {kernel} | {targets} | {'; '.join(takes) or 'everything'} |")
+        conditions = folded(takes) if fold and takes else "; ".join(takes)
+        lines.append(f"| {shown} | {kernel} | {targets} | {conditions or 'everything'} |")
     return "\n".join(lines)
+
+
+def folded(conditions: list[str]) -> str:
+    count = f"{len(conditions)} condition{'s' * (len(conditions) > 1)}"
+    return f"<details><summary>{count}</summary>{'<br>'.join(conditions)}</details>"
 
 
 def _taken(question: Question, target: Target) -> str | None:

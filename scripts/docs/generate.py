@@ -101,22 +101,8 @@ def _sentence(text: str) -> str:
 
 
 def support() -> str:
-    lines = ["# Support", "", MADE, "", "Which kernel runs where. A kernel takes a call that meets all of its"]
-    lines += ["conditions; of those that do, the first one runs. `sparse_attn explain` answers for one call,"]
-    lines += ["[`explain`](api/workspace.md#sparse_attn.explain) does in Python.", ""]
-    lines += ["| package | kernel | targets | takes |", "|---|---|---|---|"]
-    last = ""
-    for package, kernel, targets, takes in support_table.rows():
-        shown, last = "" if package == last else package, package
-        lines.append(f"| {shown} | {kernel} | {targets} | {_folded(takes)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _folded(takes: list[str]) -> str:
-    if not takes:
-        return "everything"
-    conditions = "<br>".join(takes)
-    return f"<details><summary>{len(takes)} condition{'s' * (len(takes) > 1)}</summary>{conditions}</details>"
+    """The page as it is, with the table of today."""
+    return support_table.written((PAGES / "support.md").read_text(), support_table.table(fold=True))
 
 
 GENERATED: dict[str, Callable[[], str]] = {"command-line.md": command_line, "support.md": support}
