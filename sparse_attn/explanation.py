@@ -128,7 +128,7 @@ def explain(op: str, *args: object, target: Target | str | None = None, **kwargs
     Args:
         op: a public function that has several kernels, such as "top_k_per_row".
         *args: its own; tensors may be real, of any device, or on the meta device, whose addresses count as aligned.
-        target: a name such as "sm_90", or what ``target_of`` returns; None: where the tensors are, and of those on the
+        target: a name such as "sm_90", a card such as "h100", or what ``target_of`` returns; None: where the tensors are, and of those on the
             meta device this machine's GPU, or an H200 where it has none.
         **kwargs: its own, ``impl`` among them.
 
@@ -138,17 +138,20 @@ def explain(op: str, *args: object, target: Target | str | None = None, **kwargs
     Raises:
         TypeError, ValueError: what the call raises for its arguments; an operator without a choice.
     """
+    card = None
     if isinstance(target, str):
-        if target not in TARGETS:
-            raise ValueError(f"target: got {target!r}, allowed: {', '.join(TARGETS)}")
-        target = TARGETS[target]
+        card = roofline.CARDS.get(target)
+        name = card.target if card else target
+        if name not in TARGETS:
+            raise ValueError(f"target: got {target!r}, allowed: {', '.join((*TARGETS, *roofline.CARDS))}")
+        target = TARGETS[name]
     name, (*arguments, impl) = reach(op, *args, **kwargs)
     question = ask(name, arguments)
     device = next(value.device for value in arguments if isinstance(value, torch.Tensor))
     runs_on = device if target is None and device.type != "meta" else torch.device("cuda")
     impl = resolve_impl(impl, runs_on, tuple(kernel.name for kernel in question.kernels))
     target, gpu = _target(target, device)
-    return _answer(op, question, impl, gpu, target)
+    return _answer(op, question, impl, card or gpu, target)
 
 
 def kernels_on(target: Target, op: str, *args: object, **kwargs: object) -> tuple[str, tuple[str, ...]]:

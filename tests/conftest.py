@@ -13,6 +13,7 @@ SPARSE_ATTN_TEST_GPUS=1,2,3 deals these GPUs out to the workers of pytest-xdist.
 
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -61,8 +62,12 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter, config):
-    """What ran is not all there is. Workers of pytest-xdist have no terminal, and say nothing."""
+    """What ran is not all there is: a line for each reason to skip, and one for what was left out. Workers of
+    pytest-xdist have no terminal, and say nothing."""
     yield
+    reasons = Counter(skip.longrepr[2].removeprefix("Skipped: ") for skip in terminalreporter.stats.get("skipped", ()))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"skipped: {count} {'tests' if count > 1 else 'test'}, {reason}")
     if said := [f"{count} {which}" for which, count in config.stash.get(LEFT_OUT, {}).items() if which and count]:
         terminalreporter.write_line(f"left out: {', '.join(said)}; scripts/test.sh --long runs all")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 from collections.abc import Iterator
@@ -16,9 +17,25 @@ from sparse_attn.files import check_output, write_output
 from sparse_attn.ops.layers.products import ACTIVATIONS
 from sparse_attn.spec import CompressedSpec, Spec, preset
 
+Group = argparse._ActionsContainer  # a parser, or a group of its arguments
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OUTPUTS = {"json": "--json", "dump_logits": "--dump-logits", "plot": "--plot", "out": "--out"}
 INPUTS = {"prompts": "--prompts", "prompt_file": "--prompt-file", "chat": "--chat"}
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors take one line. That of an option which there is none of names the nearest one."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        found, unknown = super().parse_known_args(args, namespace)
+        for given in unknown:
+            name = given.split("=")[0]
+            if near := difflib.get_close_matches(name, self._option_string_actions, 1) if name[:1] == "-" else []:
+                self.error(f"{name}: did you mean {near[0]}?")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def device_of(name: str | None) -> torch.device:
@@ -31,13 +48,13 @@ def device_of(name: str | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def add_expand_weights(parser: argparse.ArgumentParser) -> None:
+def add_expand_weights(parser: Group) -> None:
     parser.add_argument("--expand-weights", action=argparse.BooleanOptionalAction, default=False,
                         help="hold quantised weights in --dtype; by default they stay as the files have them"
                         )  # fmt: skip
 
 
-def add_prefill_activations(parser: argparse.ArgumentParser) -> None:
+def add_prefill_activations(parser: Group) -> None:
     parser.add_argument("--prefill-activations", choices=ACTIVATIONS, default="exact",
                         help="fp8: quantise what steps with prompts multiply by packed weights (default: %(default)s)"
                         )  # fmt: skip

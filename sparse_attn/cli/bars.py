@@ -5,21 +5,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
+from sparse_attn.cli.arguments import Group
 from sparse_attn.generation.generate import Bar, Progress, Quiet
 
 _UNITS = {"prefill": "chunk", "decode": "tok"}
 
 
-def add_progress(parser: argparse.ArgumentParser) -> None:
+def add_progress(parser: Group) -> None:
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction,
                         help="bars on stderr (default: where that is a terminal)")  # fmt: skip
 
 
-def step_bars(shown: bool | None) -> Progress:
-    """Bars of generate's steps. shown: None where stderr decides."""
-    return lambda what, total: _bar(shown, total=total, desc=what, unit=_UNITS[what])
+def step_bars(shown: bool | None, without: Container[str] = ()) -> Progress:
+    """Bars of generate's steps, but for some. shown: None where stderr decides."""
+    return lambda what, total: _bar(
+        False if what in without else shown, total=total, desc=what, unit=_UNITS[what]
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -65,12 +65,27 @@ def retrieval_documents(count: int, length: int, seed: int = 0, queries: int | N
     return [_retrieval(draw, _repeated(text, length), length, queries) for _ in range(count)]
 
 
-def question(length: int = 1024, seed: int = 2) -> tuple[str, str]:
-    """(a text with records in it that ends with the key of one of them, the value a reader should go on with). Behind
-    the default's value, prose follows."""
+class Question(NamedTuple):
+    """A text with records in it that ends with the key of one of them, and the value a reader should go on with."""
+
+    text: str
+    value: str
+
+    @property
+    def key(self) -> str:
+        return self.text[-KEY_BYTES - 1 : -1]
+
+    @property
+    def record(self) -> int:
+        """The byte at which the record of the key begins."""
+        return self.text.index(f"[{self.key}=")
+
+
+def question(length: int = 1024, seed: int = 2) -> Question:
+    """A question. Behind the default's value, prose follows."""
     (document,) = retrieval_documents(1, length, seed)
     asked = document.scored[0]
-    return "".join(document.pieces[:asked]), document.pieces[asked]
+    return Question("".join(document.pieces[:asked]), document.pieces[asked])
 
 
 def asked_record(read: str) -> range:

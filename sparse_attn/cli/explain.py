@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparse_attn.cli.arguments import DTYPES, check_outputs, positive, refuse, write_json
-from sparse_attn.cli.explain_calls import CALLS
+from sparse_attn.cli.explain_calls import CALLS, FUNCTIONS
 from sparse_attn.explanation import explain
 from sparse_attn.framework.target import TARGETS
 from sparse_attn.generation.text import say
 from sparse_attn.ops.layers.products import ACTIVATIONS
 from sparse_attn.pipeline import CACHE_KINDS
+from sparse_attn.roofline import CARDS
 
 PRINT = Path("-")
 
@@ -74,12 +75,18 @@ OPTIONS: dict[str, Option] = {
 
 
 def add(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "example: explain sparse_attn_decode --heads 16 --target h100"
     parser.description = (
         "Which kernel a call takes, how it is launched, the microseconds below which nothing gets on the target, and "
         "why the kernels before it do not run. Sizes are DeepSeek-V3.2's unless given. No GPU is needed."
     )
-    parser.add_argument("op", choices=CALLS, metavar="OP", help=", ".join(CALLS))
-    parser.add_argument("--target", choices=TARGETS, help="default: this machine's GPU, or sm_90 where there is none")
+    parser.add_argument(
+        "op", choices=(*CALLS, *FUNCTIONS), metavar="OP", help=f"{', '.join(CALLS)}, or a function's own name"
+    )
+    parser.add_argument(
+        "--target", type=str.lower, choices=(*TARGETS, *CARDS), metavar="NAME",
+        help=f"{', '.join((*TARGETS, *CARDS))} (default: this machine's GPU, or sm_90 where there is none)",
+    )  # fmt: skip
     for name, (text, kind, metavar) in OPTIONS.items():
         how: dict[str, Any] = {"action": "store_true"} if kind is None else {"type": kind, "metavar": metavar}
         parser.add_argument(_spelled(name), help=text, **how)
@@ -95,13 +102,14 @@ def run(options: argparse.Namespace) -> int:
     if printed:
         options.json = None
     check_outputs(options)
-    call = CALLS[options.op]
+    name, fixed = FUNCTIONS.get(options.op, (options.op, {}))
+    call = CALLS[name]
     given = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None and value is not False}
     for name, value in given.items():
-        if name not in call.defaults:
-            allowed = ", ".join(_spelled(other) for other in OPTIONS if other in call.defaults)
+        if name not in call.defaults or name in fixed:
+            allowed = ", ".join(_spelled(other) for other in OPTIONS if other in call.defaults and other not in fixed)
             raise ValueError(f"{_spelled(name)}: got {value} for {options.op}, allowed: {allowed}")
-    op, args, kwargs = call.arguments(**call.defaults | given)
+    op, args, kwargs = call.arguments(**call.defaults | fixed | given)
     found = explain(op, *args, target=options.target, impl=options.impl, **kwargs)
     found = dataclasses.replace(found, op=options.op)
     if options.json:

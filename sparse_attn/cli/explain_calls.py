@@ -191,6 +191,14 @@ CALLS: dict[str, Call] = {
         ),
     ),
 }  # fmt: skip
+FUNCTIONS: dict[str, tuple[str, dict[str, Any]]] = {  # by a function's name, the call and what the name says of it
+    "sparse_attn_decode": ("attention_decode", {}),
+    "sparse_attn_prefill": ("attention_prefill", {}),
+    "top_k_per_row": ("topk", {}),
+}
+for _kind in ("fp8", MXFP4, "bf16"):
+    FUNCTIONS[f"{_kind}_paged_mqa_logits"] = "paged_scores", dict(layout=_kind)
+    FUNCTIONS[f"{_kind}_mqa_logits"] = "prefill_scores", dict(layout=_kind)
 
 
 def _kv_layout(name: str, d_qk: int | None, d_v: int | None) -> LatentFp8Layout | PlanarFp8Layout | PlainLayout:

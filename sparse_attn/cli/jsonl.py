@@ -29,7 +29,8 @@ from sparse_attn.pipeline import default_block_size
 from sparse_attn.spec import CompressedSpec, Spec
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition", "presence", "frequency")
-KEYS = ("id", "prompt", "prompt_ids", "max_new_tokens", "seed", "stop", *SAMPLING)
+PENALTIES = {f"{name}_penalty": name for name in ("repetition", "presence", "frequency")}  # as options have them
+KEYS = ("id", "prompt", "prompt_ids", "max_new_tokens", "seed", "stop", *SAMPLING, *PENALTIES)
 SHOWN_S = 0.2  # between two pictures of the table
 
 
@@ -60,8 +61,9 @@ def read_prompts(
     stops: Sequence[str] = (),
 ) -> list[Asked]:  # fmt: skip
     """The lines of ``path``: JSON objects with an id (a text or an integer, each once) and a prompt (a text), or
-    prompt_ids. max_new_tokens, seed, stop (a text or several) and the fields of Sampling may be given too, else the
-    keywords hold. Without a seed the n-th line, from 0, draws from the random stream (seed of the sampling, n).
+    prompt_ids. max_new_tokens, seed, stop (a text or several) and the fields of Sampling may be given too, penalties
+    under the names of PENALTIES as well, else the keywords hold. Without a seed the n-th line, from 0, draws from the
+    random stream (seed of the sampling, n).
 
     ValueError or TypeError names the line at fault.
     """
@@ -325,7 +327,11 @@ def _asked(
         ids = given["prompt_ids"]
     most = given.get("max_new_tokens", max_new_tokens)
     ids = checked_prompts([ids], spec, most)[0]
-    own = sampling._replace(**{field: given[field] for field in SAMPLING if field in given})
+    fields = {PENALTIES.get(key, key): value for key, value in given.items() if key in SAMPLING or key in PENALTIES}
+    for key, field in PENALTIES.items():
+        if key in given and field in given:
+            raise ValueError(f"{key}: got it and {field}, allowed: one of them")
+    own = sampling._replace(**fields)
     seed = given.get("seed", stream)
     checks.check_seed("seed", seed)
     own_stops = given.get("stop", stops)

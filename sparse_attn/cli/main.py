@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import io
 import math
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from sparse_attn.checkpoints.formats import FORMS, form_of, form_said_by, predicted_of
@@ -28,6 +30,8 @@ from sparse_attn.cli import (
 )
 from sparse_attn.cli.arguments import (
     DTYPES,
+    Group,
+    Parser,
     add_expand_weights,
     add_prefill_activations,
     check_outputs,
@@ -39,10 +43,11 @@ from sparse_attn.cli.arguments import (
     write_json,
 )
 from sparse_attn.cli.bars import add_progress, byte_bar, step_bars
-from sparse_attn.cli.documents import question
+from sparse_attn.cli.documents import Question, question
 from sparse_attn.cli.plan import plan
 from sparse_attn.cli.shipped import folder_of, shipped_models
 from sparse_attn.files import read_text, write_output
+from sparse_attn.framework.compilation import Compilation
 from sparse_attn.framework.target import CPU, H200, IMPLEMENTATIONS, resolve_impl, target_of
 from sparse_attn.framework.torch_private import dynamo_counts
 from sparse_attn.generation import processes, text
@@ -55,34 +60,58 @@ from sparse_attn.mesh import ONE_RANK, Mesh, show_mesh
 from sparse_attn.mxfp4 import GROUP, MXFP4
 from sparse_attn.pipeline import CACHE_KINDS, INDEX_CACHE_KINDS, LOGITS_BYTES, Bounds, cache_layouts, default_block_size
 from sparse_attn.spec import PRESETS, CompressedSpec, Spec
+from sparse_attn.version import __version__
 from sparse_attn.weight_layout import weight_bytes
 
 FINITE = 2.0**127  # what a penalty may be, as fp32
+INTERRUPTED = 130  # the exit code behind Ctrl-C, and here behind SIGTERM
 BLOCK_SIZE_HELP = "tokens a block of the paged caches covers (default: what suits the model)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code. Bad arguments, and whatever they name, end it with code 2 and one line."""
+    """Run one command; the exit code. Bad arguments, and whatever they name, end it with code 2 and one line. Ctrl-C
+    and SIGTERM end it with code 130."""
     parser, arguments = build_parser(), sys.argv[1:] if arguments is None else arguments
     try:
         with contextlib.redirect_stderr(io.StringIO()) if torchrun.rank() else contextlib.nullcontext():
             options = parser.parse_args(arguments, argparse.Namespace(arguments=arguments))
-        code = options.run(options)
-        sys.stdout.flush()
+        with _interruptible():
+            code = options.run(options)
+            sys.stdout.flush()
         return code
+    except KeyboardInterrupt:
+        if not torchrun.rank():
+            print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except (ValueError, TypeError, ImportError, OSError) as error:
         torchrun.say_error(parser.prog, error)
         return 2
 
 
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Inside, SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may set what a signal does
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sparse_attn", description=__doc__)
+    parser = Parser(prog="python -m sparse_attn", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"sparse_attn {__version__}")
     commands = parser.add_subparsers(
         title="commands", required=True, metavar="{generate,info,plan,quality,explain,write-checkpoint}"
     )
     _add_generate(commands.add_parser("generate", help="continue a text", description="Continue a text."))
     shown = commands.add_parser("info", help="the machine, and which implementation each operator takes")
+    shown.epilog = "example: info --short"
     shown.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    shown.add_argument("--short", action="store_true", help="the machine alone")
     shown.set_defaults(run=run_info)
     _add_plan(commands.add_parser("plan", help="bytes of weights, caches, workspace and activations at given bounds"))
     quality_report.add(commands.add_parser("quality", help="what a checkpoint is worth, path by path"))
@@ -91,7 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_cache(parser: argparse.ArgumentParser) -> None:
+def _add_cache(parser: Group) -> None:
     parser.add_argument("--cache", choices=CACHE_KINDS, default="fp8", help="default: %(default)s")
     parser.add_argument("--index-cache", choices=INDEX_CACHE_KINDS,
                         help="of index keys; default: mxfp4 beside an fp8 cache for DeepSeek-V4 with fp4 experts, "
@@ -99,96 +128,117 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    sources.add(parser)
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="default: records amid a text and the key of one for models "
-                        "that ship here, else the opening of a novel")  # fmt: skip
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
-    prompt.add_argument("--chat", type=Path, metavar="FILE.json",
-                        help="a conversation with DeepSeek-V4: a list of messages, or an object with messages, tools, "
-                        "tool_choice, thinking, reasoning_effort (needs deepseek-recipe)")  # fmt: skip
-    prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids")
-    prompt.add_argument("--prompts", type=Path, metavar="FILE.jsonl",
-                        help="many prompts, a JSON object a line: id, prompt or prompt_ids; max_new_tokens, seed, stop "
-                        "and sampling of its own where it has them")  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FILE.jsonl",
-                        help="of --prompts: answers as they finish: id, text, tokens, finish_reason, fingerprint. "
-                        "Those it holds already are not computed again")  # fmt: skip
-    parser.add_argument("--redo", action="store_const", const=True,
-                        help="compute answers in --out anew that another model, other settings or another prompt made "
-                        "(default: refuse them)")  # fmt: skip
-    parser.add_argument(
-        "--rows", type=positive, metavar="N", help="prompts of --prompts that run at a time (default: 8)"
-    )
-    parser.add_argument("--blocks", type=positive, metavar="N",
-                        help="blocks of the caches for --prompts (default: what N rows of the longest take)"
-                        )  # fmt: skip
-    parser.add_argument("--max-new-tokens", type=positive, default=32, metavar="N", help="default: %(default)s")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument(
-        "--dtype", choices=tuple(DTYPES), help="of the weights; default: bf16 for --model on cuda, else fp32"
-    )
-    add_expand_weights(parser)
-    add_prefill_activations(parser)
-    _add_cache(parser)
-    parser.add_argument("--impl", choices=IMPLEMENTATIONS, default="auto", help="default: %(default)s")
-    parser.add_argument(
-        "--batch-invariant",
-        action="store_true",
-        help="no row's bits depend on the other rows of a step: attention, products, router, experts",
-    )
-    parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the forward"
-    )
-    parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=False, help="capture the decode step")
-    parser.add_argument("--speculate", type=_fitting(int, 0), default=0, metavar="N",
-                        help="draft N tokens a decode step by the model's layer of multi-token prediction, which the "
-                        "checkpoint has to hold; the text stays the same (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--temperature", type=_temperature, default=0.0, help="0 is greedy (default)")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the draws at a temperature above 0 (default: %(default)s)"
-    )
-    parser.add_argument("--top-k", type=_fitting(int, 0), default=0, metavar="K",
-                        help="draw from the K most likely tokens; 0: from all (default)")  # fmt: skip
-    parser.add_argument("--top-p", type=_fitting(float, 0, 1), default=1.0, metavar="P",
-                        help="draw from the most likely tokens whose probabilities add up to P; 1: from all (default)"
-                        )  # fmt: skip
-    parser.add_argument("--min-p", type=_fitting(float, 0, 1), default=0.0, metavar="P",
-                        help="draw from tokens at least P times as likely as the most likely; 0: from all (default)"
-                        )  # fmt: skip
-    parser.add_argument("--repetition-penalty", type=_fitting(float, 2.0**-126), default=1.0, metavar="X",
-                        help="divide logits above 0 of tokens read or written by X, multiply others; 1: off (default)"
-                        )  # fmt: skip
-    parser.add_argument("--presence-penalty", type=_fitting(float, -FINITE), default=0.0, metavar="X",
-                        help="subtract X from the logits of tokens written; 0: off (default)")  # fmt: skip
-    parser.add_argument("--frequency-penalty", type=_fitting(float, -FINITE), default=0.0, metavar="X",
-                        help="subtract X for each time a token was written; 0: off (default)")  # fmt: skip
-    parser.add_argument("--stop", type=_text, action="append", default=[], metavar="TEXT",
-                        help="end before this text; may be given several times")  # fmt: skip
-    parser.add_argument("--logprobs", type=_fitting(int, 0), metavar="N",
-                        help="write log-probabilities of each new token and of the N most likely ones to --json"
-                        )  # fmt: skip
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
-    parser.add_argument("--prefill-tokens", type=positive, default=1024, metavar="N",
-                        help="tokens per prefill step (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--block-size", type=positive, metavar="N", help=BLOCK_SIZE_HELP)
-    parser.add_argument(
+    _add_asked(parser)
+    _add_computed(parser)
+    group = parser.add_argument_group("drawing", "example: --temperature 0.7 --top-p 0.9 --stop END")
+    _add_drawing(group)
+    group = parser.add_argument_group("output", "example: --json out.json --plot picture.png")
+    group.add_argument("--logprobs", type=_fitting(int, 0), metavar="N",
+                       help="write log-probabilities of each new token and of the N most likely ones to --json"
+                       )  # fmt: skip
+    group.add_argument(
         "--plot",
         type=Path,
         metavar="FILE",
         help="draw what each layer's indexer selected over the context for the tokens of the answer, or for the last "
         "ones: .png, .svg, .pdf (needs matplotlib)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write ids, timing and counts")
-    parser.add_argument("--dump-logits", type=Path, metavar="FILE",
-                        help="write fp32 logits of every position, [prompt + generated - 1, vocab], as safetensors"
-                        )  # fmt: skip
-    torchrun.add(parser)
-    add_progress(parser)
+    group.add_argument("--json", type=Path, metavar="FILE", help="write ids, timing and counts")
+    group.add_argument("--dump-logits", type=Path, metavar="FILE",
+                       help="write fp32 logits of every position, [prompt + generated - 1, vocab], as safetensors"
+                       )  # fmt: skip
+    add_progress(group)
+    group = parser.add_argument_group(
+        "many GPUs", "example: torchrun --nproc-per-node 2 -m sparse_attn generate --tensor-parallel 2"
+    )
+    torchrun.add(group)
     parser.set_defaults(run=run_generate)
 
 
+def _add_asked(parser: argparse.ArgumentParser) -> None:
+    sources.add(parser.add_argument_group("model", "example: --model reader-v4"))
+    group = parser.add_argument_group("prompt", "example: --prompt 'Once upon a time' --max-new-tokens 64")
+    prompt = group.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="default: records amid a text and the key of one for models "
+                        "that ship here, else the opening of a novel")  # fmt: skip
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
+    prompt.add_argument("--chat", type=Path, nargs="?", const=chat.SHIPPED, metavar="FILE.json",
+                        help="a conversation with DeepSeek-V4: a list of messages, or an object with messages, tools, "
+                        "tool_choice, thinking, reasoning_effort (needs deepseek-recipe). Models that ship here read "
+                        "its texts, one behind the other; without FILE.json one that ships, too")  # fmt: skip
+    prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids")
+    prompt.add_argument("--prompts", type=Path, metavar="FILE.jsonl",
+                        help="many prompts, a JSON object a line: id, prompt or prompt_ids; max_new_tokens, seed, "
+                        "stop, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty and "
+                        "frequency_penalty of its own where it has them")  # fmt: skip
+    group.add_argument("--max-new-tokens", type=positive, default=32, metavar="N", help="default: %(default)s")
+    many = parser.add_argument_group("many prompts", "example: --prompts in.jsonl --out out.jsonl --rows 16")
+    many.add_argument("--out", type=Path, metavar="FILE.jsonl",
+                      help="of --prompts: answers as they finish: id, text, tokens, finish_reason, fingerprint. "
+                      "Those it holds already are not computed again")  # fmt: skip
+    many.add_argument("--redo", action="store_const", const=True,
+                      help="compute answers in --out anew that another model, other settings or another prompt made "
+                      "(default: refuse them)")  # fmt: skip
+    many.add_argument("--rows", type=positive, metavar="N", help="prompts of --prompts that run at a time (default: 8)")
+    many.add_argument("--blocks", type=positive, metavar="N",
+                      help="blocks of the caches for --prompts (default: what N rows of the longest take)"
+                      )  # fmt: skip
+
+
+def _add_computed(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how it is computed", "example: --device cuda --dtype bf16 --compile --graph")
+    group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    group.add_argument(
+        "--dtype", choices=tuple(DTYPES), help="of the weights; default: bf16 for --model on cuda, else fp32"
+    )
+    add_expand_weights(group)
+    add_prefill_activations(group)
+    _add_cache(group)
+    group.add_argument("--impl", choices=IMPLEMENTATIONS, default="auto", help="default: %(default)s")
+    group.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="no row's bits depend on the other rows of a step: attention, products, router, experts",
+    )
+    group.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the forward"
+    )
+    group.add_argument("--graph", action=argparse.BooleanOptionalAction, default=False, help="capture the decode step")
+    group.add_argument("--speculate", type=_fitting(int, 0), default=0, metavar="N",
+                       help="draft N tokens a decode step by the model's layer of multi-token prediction, which the "
+                       "checkpoint has to hold; the text stays the same (default: %(default)s)")  # fmt: skip
+    group.add_argument("--prefill-tokens", type=positive, default=1024, metavar="N",
+                       help="tokens per prefill step (default: %(default)s)")  # fmt: skip
+    group.add_argument("--block-size", type=positive, metavar="N", help=BLOCK_SIZE_HELP)
+
+
+def _add_drawing(group: Group) -> None:
+    group.add_argument("--temperature", type=_temperature, default=0.0, help="0 is greedy (default)")
+    group.add_argument(
+        "--seed", type=int, default=0, help="of the draws at a temperature above 0 (default: %(default)s)"
+    )
+    group.add_argument("--top-k", type=_fitting(int, 0), default=0, metavar="K",
+                       help="draw from the K most likely tokens; 0: from all (default)")  # fmt: skip
+    group.add_argument("--top-p", type=_fitting(float, 0, 1), default=1.0, metavar="P",
+                       help="draw from the most likely tokens whose probabilities add up to P; 1: from all (default)"
+                       )  # fmt: skip
+    group.add_argument("--min-p", type=_fitting(float, 0, 1), default=0.0, metavar="P",
+                       help="draw from tokens at least P times as likely as the most likely; 0: from all (default)"
+                       )  # fmt: skip
+    group.add_argument("--repetition-penalty", type=_fitting(float, 2.0**-126), default=1.0, metavar="X",
+                       help="divide logits above 0 of tokens read or written by X, multiply others; 1: off (default)"
+                       )  # fmt: skip
+    group.add_argument("--presence-penalty", type=_fitting(float, -FINITE), default=0.0, metavar="X",
+                       help="subtract X from the logits of tokens written; 0: off (default)")  # fmt: skip
+    group.add_argument("--frequency-penalty", type=_fitting(float, -FINITE), default=0.0, metavar="X",
+                       help="subtract X for each time a token was written; 0: off (default)")  # fmt: skip
+    group.add_argument("--stop", type=_text, action="append", default=[], metavar="TEXT",
+                       help="end before this text; may be given several times")  # fmt: skip
+    group.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
+
+
 def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "example: plan --preset deepseek-v3.2 --max-batch 8 --max-model-len 65536 --gpus 8"
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--preset", type=spec_of_preset, dest="spec", metavar="|".join(PRESETS))
     model.add_argument("--model", metavar="NAME|DIR",
@@ -253,7 +303,7 @@ def _generate(options: argparse.Namespace, mesh: Mesh, stack: contextlib.ExitSta
     tokenizer = source.tokenizer()
     if options.stop and tokenizer is None:
         raise ValueError(f"--stop: got a text, allowed: none, {source.folder or spec.name} holds no tokenizer.json")
-    prompt, expected = ([], None) if options.prompts else _prompt(options, source, tokenizer)
+    prompt, asked = ([], None) if options.prompts else _prompt(options, source, tokenizer)
     if options.plot:
         output.check_plot(spec)
     index_cache = options.index_cache or _default_index_cache(source.config, spec, options.cache)
@@ -263,34 +313,47 @@ def _generate(options: argparse.Namespace, mesh: Mesh, stack: contextlib.ExitSta
         settings = dict(dtype=str(dtype), packed=source.packs_experts(expand), cache=options.cache,
                         index_cache=index_cache, prefill_activations=options.prefill_activations)  # fmt: skip
         job = stack.enter_context(jsonl.prepared(options, source, tokenizer, sampling, settings, device))
-    with byte_bar("weights", options.progress) as progress:
-        params = source.weights(device, dtype, expand, progress, mesh, mtp=bool(options.speculate))
-    layouts = cache_layouts(spec, options.cache, index_kind=index_cache)
-    model = Model(
-        spec, params, layouts, options.impl, batch_invariant=options.batch_invariant,
-        prefill_activations=options.prefill_activations, mesh=mesh,
+    live = leads and sys.stdout.isatty() and not options.progress
+    answer = output.Answer(tokenizer, options.stop, live)
+    compilation = Compilation(
+        dynamo=options.compile, triton=device.type == "cuda",
+        told=output.Compiling(lambda: compilation.seconds) if leads else lambda what: None,
     )  # fmt: skip
-    stops = text.StopStrings(tokenizer.decode, options.stop) if tokenizer and options.stop else None
-    if job:
-        return jsonl.run(options, model, tokenizer, job)
-    before = dynamo_counts()
-    watch = Watch() if options.plot else None
-    with watch or contextlib.nullcontext():
-        result = generate(
-            model,
-            [prompt],
-            max_new_tokens=options.max_new_tokens,
-            sampling=sampling,
-            block_size=options.block_size,
-            prefill_tokens=options.prefill_tokens,
-            keep_logits=save_logits is not None,
-            logprobs=options.logprobs,
-            on_token=None if stops is None else lambda _, token: stops.push(token),
-            compile=options.compile,
-            graph=options.graph,
-            speculate=options.speculate,
-            progress=step_bars(options.progress),
-        )
+    before, watch, params, interrupted = dynamo_counts(), Watch() if options.plot else None, {}, False
+    try:
+        with byte_bar("weights", options.progress) as progress:
+            params = source.weights(device, dtype, expand, progress, mesh, mtp=bool(options.speculate))
+        layouts = cache_layouts(spec, options.cache, index_kind=index_cache)
+        model = Model(
+            spec, params, layouts, options.impl, batch_invariant=options.batch_invariant,
+            prefill_activations=options.prefill_activations, mesh=mesh,
+        )  # fmt: skip
+        if job:
+            return jsonl.run(options, model, tokenizer, job)
+        if asked and leads:
+            output.ask(asked)
+        answer.begin(lambda: compilation.seconds)
+        with watch or contextlib.nullcontext(), compilation:
+            result = generate(
+                model,
+                [prompt],
+                max_new_tokens=options.max_new_tokens,
+                sampling=sampling,
+                block_size=options.block_size,
+                prefill_tokens=options.prefill_tokens,
+                keep_logits=save_logits is not None,
+                logprobs=options.logprobs,
+                on_token=answer.push,
+                compile=options.compile,
+                graph=options.graph,
+                speculate=options.speculate,
+                progress=step_bars(options.progress, without=("decode",) if live else ()),
+            )
+    except KeyboardInterrupt:
+        if job:
+            raise
+        result, interrupted = answer.so_far(), True
+    ended = answer.stop or (answer.tokens and answer.tokens[-1] in stop_ids)
     facts = {
         "model": source.name,
         "dtype": str(dtype).removeprefix("torch."),
@@ -298,26 +361,29 @@ def _generate(options: argparse.Namespace, mesh: Mesh, stack: contextlib.ExitSta
         "index_cache": index_cache,
         "prefill_activations": options.prefill_activations,
         "impl": resolve_impl(options.impl, device),
-        "text": tokenizer.decode(result.tokens[0]) if tokenizer else None,
+        "text": answer.text,
+        "finish_reason": output.INTERRUPTED if interrupted else "stop" if ended else "length",
         "ranks": show_mesh(mesh),
         "rank_weight_bytes": sum(map(weight_bytes, params.values())),
     }
-    if stops is not None:
-        facts |= {"text": stops.text if stops.found else facts["text"], "stop": stops.found}
+    if options.stop:
+        facts["stop"] = answer.stop
     if result.logprobs is not None:
         facts["logprobs"] = report.logprobs_report(result.logprobs[0])
     written = report.generation_report(result, len(prompt), device, since=before, **facts)
     if not leads:
-        return 0
-    if save_logits:
-        assert result.logits is not None  # keep_logits
+        return INTERRUPTED if interrupted else 0
+    answer.finish()
+    if save_logits and result.logits is not None:
         write_output(options.dump_logits, save_logits({"logits": result.logits[0]}))
     if options.json:
         write_json(options.json, written)
-    output.show(written, spec, tokenizer.decode(prompt) if tokenizer and expected else None, expected)
+    output.show(written, spec, asked)
     if watch:
-        drawn = output.steps(spec, prompt, result.tokens[0], watch.selected, tokenizer, source.name, expected)
+        drawn = output.steps(spec, prompt, result.tokens[0], watch.selected, tokenizer, source.name, asked)
         plot.save(options.plot, plot.draw(drawn))
+    if interrupted:
+        return INTERRUPTED
     return 0
 
 
@@ -336,7 +402,7 @@ def _sampling(options: argparse.Namespace, stop_ids: tuple[int, ...]) -> Samplin
 
 
 def run_info(options: argparse.Namespace) -> int:
-    text.say(report.info(device_of(options.device)))
+    text.say(report.info(device_of(options.device), short=options.short))
     return 0
 
 
@@ -379,11 +445,11 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def _prompt(
     options: argparse.Namespace, source: sources.Source, tokenizer: text.Tokenizer | None
-) -> tuple[list[int], str | None]:
-    """(ids, the continuation that a good reader gives, None where unknown)."""
+) -> tuple[list[int], Question | None]:
+    """(ids, what they ask for where that is known)."""
     if options.prompt_ids is not None:
         return options.prompt_ids, None
-    if options.chat is not None:
+    if options.chat is not None and source.folder not in shipped_models().values():
         return chat.chat_ids(options.chat, source.folder, source.spec), None
     if tokenizer is None:
         if source.folder is None and options.prompt is None and options.prompt_file is None:
@@ -391,20 +457,23 @@ def _prompt(
         raise ValueError(
             f"--model: {source.folder or source.name} holds no tokenizer.json; give the prompt as --prompt-ids"
         )
-    expected = None
-    if options.prompt is not None:
+    asked = None
+    if options.chat is not None:
+        given, asked = chat.as_text(options.chat)
+    elif options.prompt is not None:
         given = options.prompt
     elif options.prompt_file is not None:
         given = read_text(options.prompt_file)
     elif source.folder in shipped_models().values():
-        given, expected = question()
+        asked = question()
+        given = asked.text
     else:
         given = text.shipped_text()
     text.check_text("--prompt", given)
     ids = tokenizer.encode(given)
     if not ids:
         raise ValueError("--prompt: got an empty text, allowed: at least one token")
-    return ids, expected
+    return ids, asked
 
 
 def _logits_writer():

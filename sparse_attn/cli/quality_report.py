@@ -36,6 +36,7 @@ DEFAULT_CONTEXT = 1024
 
 def add(parser: argparse.ArgumentParser) -> None:
     names = tuple(shipped_models())
+    parser.epilog = "example: quality --model reader-v32 --documents 4"
     parser.description = (
         "Bits per byte of held-out text and retrieval of values by their keys, by every way to run a checkpoint. "
         + " ".join(f"{name}: {meaning}." for name, meaning in MEANING.items())

@@ -116,12 +116,14 @@ def describe_target(target: Target) -> str:
     return f"{target.vendor} {target.name}, {target.num_sms} SMs, {target.shared_memory} bytes of shared memory, {fp8}"
 
 
-def info(device: torch.device) -> str:
-    """The machine and which implementation each operator takes on ``device``, as text."""
+def info(device: torch.device, *, short: bool = False) -> str:
+    """The machine and, unless ``short``, which implementation each operator takes on ``device``, as text."""
     lines = [f"{name:<12} {version}" for name, version in versions().items() if version]
-    lines += [f"{'device':<12} {device_name(device)}", f"{'target':<12} {describe_target(target_of(device))}", ""]
+    lines += [f"{'device':<12} {device_name(device)}", f"{'target':<12} {describe_target(target_of(device))}"]
+    if short:
+        return "\n".join(lines)
     rows = implementations(device)
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines.append(f"{'package':<{widths[0]}}  {'operator':<{widths[1]}}  implementation")
+    lines.append(f"\n{'package':<{widths[0]}}  {'operator':<{widths[1]}}  implementation")
     lines += [f"{package:<{widths[0]}}  {name:<{widths[1]}}  {impl}" for package, name, impl in rows]
     return "\n".join(lines)

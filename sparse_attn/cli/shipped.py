@@ -18,8 +18,8 @@ def shipped_models() -> dict[str, Path]:
     return {path.parent.name.replace("_", "-"): path.parent for path in sorted(data.glob("*/config.json"))}
 
 
-def folder_of(given: str) -> Path:
-    """The folder of a shipped model's name, or the folder itself; ValueError for neither."""
+def folder_of(given: str, option: str = "--model") -> Path:
+    """The folder of a shipped model's name, or the folder itself; ValueError for neither, which ``option`` gave."""
     found = shipped_models()
     name = given.replace("_", "-")
     if name in found and not Path(given).is_dir():
@@ -27,7 +27,7 @@ def folder_of(given: str) -> Path:
     if not (Path(given) / "config.json").exists():
         names = ", ".join(found) or "none"
         raise ValueError(
-            f"--model: got {given!r}, allowed: a folder with a config.json, or one that ships here ({names})"
+            f"{option}: got {given!r}, allowed: a folder with a config.json, or one that ships here ({names})"
             f"{no_checkpoint(Path(given))}"
         )
     return Path(given)

@@ -18,7 +18,7 @@ from sparse_attn.checkpoints.load import load, read_config
 from sparse_attn.checkpoints.memory import weight_bytes
 from sparse_attn.checkpoints.random_packed import random_packed_params
 from sparse_attn.checkpoints.sharding import check_mesh, shard_params
-from sparse_attn.cli.arguments import positive, spec_of_preset
+from sparse_attn.cli.arguments import Group, positive, spec_of_preset
 from sparse_attn.cli.shipped import BYTE_VOCABULARY, folder_of, shipped_models, tokenizer_of
 from sparse_attn.files import read_json_object
 from sparse_attn.generation import text
@@ -88,7 +88,7 @@ class Source(NamedTuple):
         return text.byte_tokenizer() if self.spec.vocab_size == BYTE_VOCABULARY else None
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add(parser: Group) -> None:
     model, shipped = parser.add_mutually_exclusive_group(), tuple(shipped_models())
     model.add_argument(
         "--model",

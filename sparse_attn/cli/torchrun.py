@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from sparse_attn.cli.arguments import positive
+from sparse_attn.cli.arguments import Group, positive
 from sparse_attn.generation.processes import LostRankError, checked_tensor, make_mesh
 from sparse_attn.mesh import ONE_RANK, Mesh, check_expert, planned_mesh
 
@@ -64,7 +64,7 @@ def _variable(name: str, *, least: int = 0, most: int = 2**16, beside: str = "WO
     return int(given)
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add(parser: Group) -> None:
     for name, told in OPTIONS.items():
         parser.add_argument(f"--{name}-parallel", type=positive, metavar=name[0].upper(), help=told)
 

@@ -11,10 +11,12 @@ from sparse_attn.checkpoints.formats import FORMS, first_layers
 from sparse_attn.checkpoints.published import write_published
 from sparse_attn.cli.arguments import positive, refuse, spec_of_preset
 from sparse_attn.cli.bars import add_progress, byte_bar
+from sparse_attn.cli.shipped import folder_of, shipped_models
 from sparse_attn.spec import PRESETS
 
 
 def add(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "example: write-checkpoint --preset deepseek-v3.2 --layers 4 --out four-layers"
     parser.description = (
         "Write random weights, or those of another checkpoint, in exactly the form of a published checkpoint. Weights "
         "in bf16 are quantised; those that are quantised already are never rounded again."
@@ -23,7 +25,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     weights.add_argument(
         "--preset", type=spec_of_preset, metavar="|".join(PRESETS), help="random weights of this model"
     )
-    weights.add_argument("--from", type=Path, dest="source", metavar="DIR", help="the weights of this checkpoint")
+    weights.add_argument("--from", dest="source", metavar="NAME|DIR",
+                         help="the weights of this checkpoint, or of a model that ships here: "
+                         f"{', '.join(shipped_models())}")  # fmt: skip
     parser.add_argument("--layers", type=positive, metavar="N", help="the first N of --preset (default: all)")
     parser.add_argument(
         "--format", choices=FORMS, default="published",
@@ -50,7 +54,7 @@ def _convert(options: argparse.Namespace) -> int:
     if options.layers is not None or options.seed is not None:
         raise ValueError("--from: got it with --layers or --seed, allowed: neither, which are of random weights")
     with byte_bar("weights", options.progress) as progress:
-        spec, total = convert(options.source, options.out, options.format, progress)
+        spec, total = convert(folder_of(options.source, "--from"), options.out, options.format, progress)
     print(f"{options.out}: {spec.num_layers} layers of {options.source}, {options.format}, {total:,} bytes of weights")
     return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = (
     "EagerDispatchMode", "OpOverload", "TorchDispatchMode", "all_gather", "all_reduce", "all_to_all",
-    "assert_on_device", "copy_all", "counters", "current_stream", "dispatch_modes", "dynamo_counts", "exported",
-    "exported_as", "fake_mode", "fake_processes", "has_forward_hooks", "is_view", "leaves", "map_leaves",
+    "assert_on_device", "copy_all", "counters", "current_stream", "dispatch_modes", "dynamo_counts", "dynamo_hooks",
+    "exported", "exported_as", "fake_mode", "fake_processes", "has_forward_hooks", "is_view", "leaves", "map_leaves",
     "mark_sizes", "mark_static_address",
     "no_torch_function", "occupy", "operators", "parameters", "recompile_limit", "run_what_does_not_compile", "schema",
-    "storage_key", "stream_handle",
+    "storage_key", "stream_handle", "triton_hooks",
 )  # fmt: skip
 
 leaves, map_leaves = _pytree.tree_iter, _pytree.tree_map
@@ -115,6 +115,47 @@ def dynamo_counts() -> tuple[int, int]:
     if "torch._dynamo.utils" not in sys.modules:
         return 0, 0
     return counters()["stats"]["unique_graphs"], sum(counters()["graph_break"].values())
+
+
+@contextmanager
+def dynamo_hooks(begin: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
+    """Inside, Dynamo calls ``begin`` and ``end`` around what it compiles."""
+    from torch._dynamo.callback import callback_handler
+
+    hooks = [(callback_handler.start_callbacks, lambda *_: begin()), (callback_handler.end_callbacks, lambda *_: end())]
+    for callbacks, hook in hooks:
+        callbacks.append(hook)
+    try:
+        yield
+    finally:
+        for callbacks, hook in hooks:
+            with suppress(ValueError):  # torch.compiler.reset removes all
+                callbacks.remove(hook)
+
+
+@contextmanager
+def triton_hooks(begin: Callable[[str], object], end: Callable[[], object]) -> Iterator[None]:
+    """Inside, Triton calls ``begin`` with a kernel's name before it compiles it or reads it from its cache, and ``end``
+    behind that. Hooks that are there already are called as before."""
+    from triton import knobs
+
+    before, behind = knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook
+
+    def started(**kwargs: Any) -> bool | None:
+        if handled := before(**kwargs) if before else None:
+            return handled
+        begin(kwargs["fn"].name)
+        return None
+
+    def ended(**kwargs: Any) -> bool | None:
+        end()
+        return behind(**kwargs) if behind else None
+
+    knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = started, ended
+    try:
+        yield
+    finally:
+        knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = before, behind
 
 
 def recompile_limit() -> int:

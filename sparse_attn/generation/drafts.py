@@ -21,6 +21,7 @@ from sparse_attn.generation.speculation import (
     verify,
 )
 from sparse_attn.generation.steps import Decode, Predict, Step, decode_plan, seeds_of
+from sparse_attn.mesh import ONE_RANK
 from sparse_attn.types import StepPlan
 
 
@@ -55,11 +56,13 @@ class Speculator:
         device: torch.device,
     ):
         self._predictor = None
+        self._narrows = device.type == "cpu"  # which reads for nothing how many drafts the rows have room for
         if drafter is None:
             model = uncompiled(step)
             if not isinstance(model, Model):
                 raise ValueError(f"drafter: got None and a {type(model).__name__}, {DRAFTERS}")
             self._predictor = model.predictor()
+            self._narrows &= model.mesh == ONE_RANK  # other ranks draft as many
         self._predict: Any = self._predictor if predict is None else predict
         run: Any = step
         self._step, self._drafter, self._max_context, self._impl = run, drafter, max_context, impl
@@ -130,14 +133,20 @@ class Speculator:
         held = self._held.rows(state.tokens.shape[0])
         rows, width = held.drawn.shape
         seeds, ends = seeds_of(state, sampling), held.ends.clamp_max(self._max_context)
+        wanted = width - 1
+        if self._narrows:
+            room = (ends - state.seq_lens).masked_fill(state.seq_lens == 0, -1)
+            if (wanted := min(wanted, int(room.max()))) < 0:
+                return
+            held.drafts[:, wanted:].fill_(-1)
         hidden = self._predict(held.drawn.clamp_min(0).flatten(), hidden, caches, plan)
         last = torch.arange(rows, device=count.device) * width + (count - 1).clamp_min(0)
         hidden = hidden[last]
-        for place in range(width - 1):
+        for place in range(wanted):
             position = state.seq_lens - 1 + place  # of the token that is known, or drafted, last
             draft = draw(self._predictor.logits(hidden), position, sampling, seeds, state.draws)
             held.drafts[:, place] = draft
-            if place + 2 < width:
+            if place + 1 < wanted:
                 inside = (state.seq_lens > 0) & (position < ends)
                 lengths = torch.where(inside, position + 1, 0)
                 one = decode_plan(state._replace(seq_lens=lengths), block_size, self._max_context, self._impl)

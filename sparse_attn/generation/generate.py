@@ -15,6 +15,7 @@ import torch
 
 from sparse_attn import workspace
 from sparse_attn.framework.autocast import no_autocast
+from sparse_attn.framework.compilation import Compilation
 from sparse_attn.generation.batch import compiled, locked_workspace, prepare, scratch_size
 from sparse_attn.generation.drafts import check_speculate
 from sparse_attn.generation.graph import DecodeGraph, check_capturable
@@ -41,7 +42,7 @@ class Generation(NamedTuple):
         tokens: generated ids per prompt.
         logits: fp32 [prompt + generated - 1, vocab] per prompt on the CPU, where asked for.
         prefill_s: until every prompt has its first token.
-        setup_s: compiling or capturing the decode step.
+        setup_s: compiling, whenever it happened, and capturing the decode step.
         decode_s: the rest.
         graph_captures: how many graphs were captured.
         graph_replays: how many decode steps were replayed.
@@ -150,6 +151,8 @@ def generate(
         raise ValueError(f"model: got {got}, allowed: Batching, whose data ranks step together")
     check_speculate(speculate, drafter)
     prompts, max_new_tokens = checked_prompts(prompts, model.spec, max_new_tokens), int(max_new_tokens)
+    if speculate and drafter is None:  # the first step gives a token, the second at most all that are left
+        speculate = min(speculate, max(1, max_new_tokens - 3))
     vocab_size, device, batch = model.spec.vocab_size, model.device, len(prompts)
     samplings = checked_samplings(sampling, batch, vocab_size)
     streams, draws, sampling = checked_seeds(seeds, samplings), None, samplings[0]
@@ -180,7 +183,8 @@ def generate(
     captured = None
     kept: list[list[torch.Tensor]] = [[] for _ in prompts]
 
-    with workspace.use(locked_workspace(model, bounds)):
+    compilation = Compilation(dynamo=compile, triton=device.type == "cuda")
+    with workspace.use(locked_workspace(model, bounds)), compilation:
         begin = _clock(device)
         bar = progress("prefill", len(chunks))
         for spans in chunks:
@@ -195,7 +199,7 @@ def generate(
         stop(state)
         looped = graph or speculate  # its tokens arrive on the host
         generated = [state.tokens.to("cpu" if looped else device, copy=True)]
-        middle = _clock(device)
+        middle, compiled_before = _clock(device), compilation.seconds
         bar.close()
 
         lived = [[True] * batch]  # which rows drew a token of theirs, by step
@@ -227,7 +231,7 @@ def generate(
                 idle = state._replace(seq_lens=torch.zeros_like(state.seq_lens))
                 run(idle.tokens, caches, decode_plan(idle, slot_block(caches, model.mesh), max_context, model.impl))
             steps = _stepped(run, caches, state, sampling, max_context, count)
-        ready = _clock(device)
+        ready, compiled_until = _clock(device), compilation.seconds
 
         bar = progress("decode", max_new_tokens)
         bar.update()
@@ -254,16 +258,16 @@ def generate(
             bar.update()
             if not any(alive):
                 break
-        end = _clock(device)
+        end, compiled_later = _clock(device), compilation.seconds - compiled_until
         bar.close()
 
     rows = torch.stack(generated, dim=1).tolist()
     return Generation(
         [[token for token, drew in zip(row, own) if drew] for row, own in zip(rows, zip(*lived))],
         [torch.cat(parts) for parts in kept] if keep_logits else None,
-        middle - begin,
-        ready - middle,
-        end - ready,
+        middle - begin - compiled_before,
+        ready - middle + compiled_before + compiled_later,
+        end - ready - compiled_later,
         captured.captures if captured else 0,
         captured.replays if captured else 0,
         None if scored is None else scored.result(),

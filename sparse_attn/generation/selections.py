@@ -75,20 +75,23 @@ def shares(chosen: torch.Tensor, seen: torch.Tensor, width: int) -> torch.Tensor
     return counts[:, :bins] / there
 
 
-def attended(spec: Spec | CompressedSpec, tokens: int) -> tuple[float, float]:
-    """(keys a query attends to, tokens it could), the mean over layers and over positions 0 to ``tokens`` - 1."""
-    there = torch.arange(1, tokens + 1, device="cpu")
-    if isinstance(spec, CompressedSpec):
-        rows = [_entries(spec, layer, there) + there.clamp_max(spec.window) for layer in range(spec.num_layers)]
-        read = torch.stack(rows).sum(0)
-    else:
-        read = there.clamp_max(spec.index.top_k) * spec.num_layers
-    return read.double().mean().item() / spec.num_layers, there.double().mean().item()
+def attended(spec: Spec | CompressedSpec, tokens: int, first: int = 0) -> tuple[float, float]:
+    """(keys a query attends to, keys it could), the mean over layers and over positions ``first`` to ``tokens`` - 1.
+    Keys of DeepSeek-V4 are those of a layer's window and its entries."""
+    there = torch.arange(first + 1, tokens + 1, device="cpu")
+    if not isinstance(spec, CompressedSpec):
+        return there.clamp_max(spec.index.top_k).double().mean().item(), there.double().mean().item()
+    found = []
+    for most in (spec.index.top_k, tokens):
+        rows = [_entries(spec, layer, there, most) + there.clamp_max(spec.window) for layer in range(spec.num_layers)]
+        found.append(torch.stack(rows).double().mean().item())
+    return found[0], found[1]
 
 
-def _entries(spec: CompressedSpec, layer: int, there: torch.Tensor) -> torch.Tensor:
+def _entries(spec: CompressedSpec, layer: int, there: torch.Tensor, most: int) -> torch.Tensor:
+    """most: entries that an indexer selects."""
     kind = spec.layer_kinds[layer]
     if kind == "window":
         return torch.zeros_like(there)
     complete = there // spec.ratio(layer)
-    return complete.clamp_max(spec.index.top_k) if kind == "indexed" else complete
+    return complete.clamp_max(most) if kind == "indexed" else complete

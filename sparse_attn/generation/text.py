@@ -117,7 +117,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
-def say(line: str) -> None:
+def say(line: str, end: str = "\n") -> None:
     """Print ``line`` at once; what the terminal's encoding lacks is escaped."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    print(line.encode(encoding, "backslashreplace").decode(encoding), end=end, flush=True)

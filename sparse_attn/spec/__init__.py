@@ -25,10 +25,10 @@ PRESETS = {
 
 
 def preset(name: str) -> Spec | CompressedSpec:
-    """The preset called ``name``; a dash counts as an underscore.
+    """The preset called ``name``, of which letters and digits count: "DeepSeek-V3.2" is deepseek_v32.
 
     Args:
-        name: a key of spec.PRESETS, such as "deepseek-v32".
+        name: a key of spec.PRESETS, such as "deepseek_v32".
 
     Returns:
         Its spec.
@@ -38,9 +38,14 @@ def preset(name: str) -> Spec | CompressedSpec:
         ValueError: another name.
     """
     check_text("preset", name)
-    if name.replace("-", "_") not in PRESETS:
-        raise ValueError(f"preset: got {name!r}, allowed: {', '.join(PRESETS)}")
-    return PRESETS[name.replace("-", "_")]()
+    for known, made in PRESETS.items():
+        if _plain(known) == _plain(name):
+            return made()
+    raise ValueError(f"preset: got {name!r}, allowed: {', '.join(PRESETS)}")
+
+
+def _plain(name: str) -> str:
+    return name.lower().translate(dict.fromkeys(map(ord, "-_.")))
 
 
 __all__ = [
