@@ -28,10 +28,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         found, unknown = super().parse_known_args(args, namespace)
-        for given in unknown:
-            name = given.split("=")[0]
-            if near := difflib.get_close_matches(name, self._option_string_actions, 1) if name[:1] == "-" else []:
-                self.error(f"{name}: did you mean {near[0]}?")
+        options = {option.lstrip("-"): option for option in self._option_string_actions}
+        for name in (given.split("=")[0] for given in unknown if given.startswith("-")):
+            near = difflib.get_close_matches(name.lstrip("-"), options, 1)
+            self.error(f"{name}: did you mean {options[near[0]]}?" if near else f"{name}: there is no such option")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:

@@ -20,8 +20,8 @@ SHIPPED = Path("<the conversation that ships>")  # in place of a file
 
 
 def as_text(path: Path) -> tuple[str, Question | None]:
-    """The texts of the conversation in ``path``, one behind the other, as a model without tokens of conversations reads
-    them; and what SHIPPED asks for. ValueError names what is no conversation, and what is more than texts."""
+    """The texts of the conversation in ``path``, a line each, as a model without tokens of conversations reads them;
+    and what SHIPPED asks for. ValueError names what is no conversation, and what is more than texts."""
     asked = question() if path == SHIPPED else None
     request = shipped(asked) if asked else conversation(path)
     if unread := [key for key in request if key != "messages"]:
@@ -33,7 +33,7 @@ def as_text(path: Path) -> tuple[str, Question | None]:
         if not all(isinstance(part, str) for part in parts):
             raise ValueError(f"{path}: messages {number}: got {short(message)}, allowed: a role and a content of texts")
         texts += parts
-    return "".join(texts), asked
+    return "\n".join(texts), asked
 
 
 def shipped(asked: Question) -> dict[str, Any]:

@@ -148,9 +148,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
                        help="write fp32 logits of every position, [prompt + generated - 1, vocab], as safetensors"
                        )  # fmt: skip
     add_progress(group)
-    group = parser.add_argument_group(
-        "many GPUs", "example: torchrun --nproc-per-node 2 -m sparse_attn generate --tensor-parallel 2"
-    )
+    group = parser.add_argument_group("many GPUs", "example: --context-parallel 2, under torchrun --nproc-per-node 2")
     torchrun.add(group)
     parser.set_defaults(run=run_generate)
 
@@ -238,7 +236,7 @@ def _add_drawing(group: Group) -> None:
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "example: plan --preset deepseek-v3.2 --max-batch 8 --max-model-len 65536 --gpus 8"
+    parser.epilog = "example: plan --preset deepseek-v3.2 --max-batch 8 --gpus 8"
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--preset", type=spec_of_preset, dest="spec", metavar="|".join(PRESETS))
     model.add_argument("--model", metavar="NAME|DIR",

@@ -59,7 +59,7 @@ def generation_report(
             "prefill_s": result.prefill_s,
             "setup_s": result.setup_s,
             "decode_s": result.decode_s,
-            "tokens_per_s": later / result.decode_s if later else 0.0,
+            "tokens_per_s": later / result.decode_s if later > 0 else 0.0,
         },
         "rank_cache_bytes": result.cache_bytes,
         "collective_bytes_per_step": result.step_bytes,

@@ -16,7 +16,7 @@ from sparse_attn.spec import PRESETS
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "example: write-checkpoint --preset deepseek-v3.2 --layers 4 --out four-layers"
+    parser.epilog = "example: write-checkpoint --preset glm5 --layers 4 --out four"
     parser.description = (
         "Write random weights, or those of another checkpoint, in exactly the form of a published checkpoint. Weights "
         "in bf16 are quantised; those that are quantised already are never rounded again."

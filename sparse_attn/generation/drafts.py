@@ -21,7 +21,6 @@ from sparse_attn.generation.speculation import (
     verify,
 )
 from sparse_attn.generation.steps import Decode, Predict, Step, decode_plan, seeds_of
-from sparse_attn.mesh import ONE_RANK
 from sparse_attn.types import StepPlan
 
 
@@ -56,13 +55,12 @@ class Speculator:
         device: torch.device,
     ):
         self._predictor = None
-        self._narrows = device.type == "cpu"  # which reads for nothing how many drafts the rows have room for
+        self.most = drafts  # for the step to come, where whoever runs the steps knows how many it has use for
         if drafter is None:
             model = uncompiled(step)
             if not isinstance(model, Model):
                 raise ValueError(f"drafter: got None and a {type(model).__name__}, {DRAFTERS}")
             self._predictor = model.predictor()
-            self._narrows &= model.mesh == ONE_RANK  # other ranks draft as many
         self._predict: Any = self._predictor if predict is None else predict
         run: Any = step
         self._step, self._drafter, self._max_context, self._impl = run, drafter, max_context, impl
@@ -133,12 +131,11 @@ class Speculator:
         held = self._held.rows(state.tokens.shape[0])
         rows, width = held.drawn.shape
         seeds, ends = seeds_of(state, sampling), held.ends.clamp_max(self._max_context)
-        wanted = width - 1
-        if self._narrows:
-            room = (ends - state.seq_lens).masked_fill(state.seq_lens == 0, -1)
-            if (wanted := min(wanted, int(room.max()))) < 0:
-                return
+        wanted = min(width - 1, max(self.most, 0))
+        if wanted < width - 1:
             held.drafts[:, wanted:].fill_(-1)
+        if not wanted:
+            return
         hidden = self._predict(held.drawn.clamp_min(0).flatten(), hidden, caches, plan)
         last = torch.arange(rows, device=count.device) * width + (count - 1).clamp_min(0)
         hidden = hidden[last]

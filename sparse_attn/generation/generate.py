@@ -305,6 +305,8 @@ def _run(loop: DecodeRows, count: int) -> Iterator[tuple[torch.Tensor, torch.Ten
     left, width = count, loop.speculate + 1  # left: tokens of the row that needs most
     drawn: torch.Tensor | int = 0
     while left > 0:
+        if isinstance(loop, EagerDecode):
+            loop.limit_drafts(left - 2)  # the step draws one token, and the next one another
         stream = loop.run(min(-(-left // width), ahead))
         for tokens in stream:
             yield tokens, loop.logits

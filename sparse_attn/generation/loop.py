@@ -298,6 +298,12 @@ class DecodeRows(ABC):
             self._settle_here()
         return self._whole
 
+    def limit_drafts(self, most: int) -> None:
+        """Let the layer of multi-token prediction draft no more than ``most`` tokens at the end of a step. Of a loop
+        that is not captured."""
+        if self._speculator is not None:
+            self._speculator.most = most
+
     @property
     def known(self) -> torch.Tensor | None:
         """The ids of all rows, int64 [rows, max_context + 1], where a drafter reads them."""

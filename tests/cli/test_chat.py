@@ -1,8 +1,9 @@
-"""Conversations with DeepSeek-V4, rendered by deepseek-recipe."""
+"""Conversations with DeepSeek-V4, rendered by deepseek-recipe, and as text for models that ship."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 
@@ -10,7 +11,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from sparse_attn.checkpoints.save import save
-from sparse_attn.cli.chat import chat_ids
+from sparse_attn.cli.chat import as_text, chat_ids, shipped
+from sparse_attn.cli.documents import question
 from sparse_attn.cli.main import main
 from sparse_attn.models.params import random_params
 from sparse_attn.spec import preset
@@ -119,3 +121,33 @@ def test_models_without_such_prompts_are_refused(model, tmp_path, capsys):
     for folder, spec in ((None, preset("tiny_v4")), (tmp_path, preset("tiny_v4"))):
         with pytest.raises(ValueError, match="--chat: .* holds no tokenizer.json, allowed: a model that has one"):
             chat_ids(path, folder, spec)
+
+
+def test_a_model_that_ships_answers_the_conversation_that_ships(tmp_path, capsys, monkeypatch):
+    """Without deepseek-recipe: it reads the texts."""
+    monkeypatch.setitem(sys.modules, "deepseek_recipe", None)
+    common = ["generate", "--device", "cpu", "--model", "reader-v4", "--max-new-tokens", "6", "--json"]
+    asked, found = question(), []
+    assert main([*common, str(tmp_path / "out.json"), "--chat"]) == 0
+    assert f"recorded {asked.value}, answered {asked.value}: " in capsys.readouterr().err
+    found.append(json.loads((tmp_path / "out.json").read_text()))
+    path = write(tmp_path / "chat.json", shipped(asked)["messages"])
+    assert main([*common, str(tmp_path / "out.json"), "--chat", str(path)]) == 0
+    found.append(json.loads((tmp_path / "out.json").read_text()))
+    assert found[0]["text"] == found[1]["text"] and found[0]["text"].startswith(asked.value)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert as_text(write(path, parts)) == ("a\nb", None)
+
+
+@pytest.mark.parametrize("value, message", [
+    ({"messages": HELLO, "tools": []}, "tools: got it, allowed: messages, models that ship here read nothing else"),
+    ([{"role": "user"}], "messages 0: got {'role': 'user'}, allowed: a role and a content of texts"),
+])  # fmt: skip
+def test_models_that_ship_read_texts_alone(value, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(f"chat.json: {message}")):
+        as_text(write(tmp_path / "chat.json", value))
+
+
+def test_another_model_is_given_a_file(model, capsys):
+    assert main(["generate", "--model", str(model), "--chat", "--device", "cpu"]) == 2
+    assert "--chat: got no FILE.json, allowed: without one for models that ship here" in capsys.readouterr().err
