@@ -67,7 +67,7 @@ def pytest_terminal_summary(terminalreporter, config):
     yield
     reasons = Counter(skip.longrepr[2].removeprefix("Skipped: ") for skip in terminalreporter.stats.get("skipped", ()))
     for reason, count in reasons.most_common():
-        terminalreporter.write_line(f"skipped: {count} {'tests' if count > 1 else 'test'}, {reason}")
+        terminalreporter.write_line(f"skipped: {count} {'tests' if count > 1 else 'test'}: {reason}")
     if said := [f"{count} {which}" for which, count in config.stash.get(LEFT_OUT, {}).items() if which and count]:
         terminalreporter.write_line(f"left out: {', '.join(said)}; scripts/test.sh --long runs all")
 

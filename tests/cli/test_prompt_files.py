@@ -63,6 +63,18 @@ def test_every_line_is_answered_as_it_asks(tmp_path, capsys):
     assert "2 prompts in" in capsys.readouterr().err
 
 
+def test_penalties_go_by_the_names_of_their_options(tmp_path):
+    lines = [{"id": 1, "prompt": "aa", "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -1},
+             {"id": 2, "prompt": "aa", "repetition": 1.5, "presence": 0.5, "frequency": -1}]  # fmt: skip
+    path = written(tmp_path / "in.jsonl", lines)
+    given = dict(max_new_tokens=3, sampling=Sampling())
+    asked = read_prompts(path, preset("tiny_v32"), byte_tokenizer(), **given)
+    assert [one.sampling for one in asked] == [Sampling(repetition=1.5, presence=0.5, frequency=-1)] * 2
+    written(path, [{"id": 1, "prompt": "aa", "presence_penalty": 0.5, "presence": 0.5}])
+    with pytest.raises(ValueError, match="line 1: presence_penalty: got it and presence, allowed: one of them"):
+        read_prompts(path, preset("tiny_v32"), byte_tokenizer(), **given)
+
+
 def test_what_is_finished_is_not_computed_again_and_a_cut_line_is(tmp_path):
     written(tmp_path / "in.jsonl", [{"id": n, "prompt": f"text {n}"} for n in range(4)])
     out = tmp_path / "out.jsonl"

@@ -21,7 +21,9 @@ from sparse_attn.cli import output, sources
 from sparse_attn.cli.documents import question
 from sparse_attn.cli.main import main
 from sparse_attn.framework.compilation import Compilation
+from sparse_attn.generation.selections import attended
 from sparse_attn.generation.text import byte_tokenizer
+from sparse_attn.spec import preset
 
 COMMON = ["generate", "--device", "cpu", "--prompt", "abc", "--ignore-eos"]
 
@@ -209,3 +211,23 @@ def test_the_record_stands_where_it_is_said_to():
     asked = question()
     mention = asked.text[asked.record :][: len(asked.key) + len(asked.value) + 3]
     assert mention == f"[{asked.key}={asked.value}]" and asked.text.endswith(f"[{asked.key}=")
+
+
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
+def test_keys_that_are_read_are_counted_as_those_there_are(name):
+    """Where nothing is selected away, as many; else fewer. Each position by itself, and the mean of several."""
+    spec = preset(name)
+    for tokens in (1, 7, spec.index.top_k):
+        assert attended(spec, tokens)[0] == attended(spec, tokens)[1]
+    far = 64 * spec.index.top_k
+    read, there = attended(spec, far)
+    assert read < there and attended(spec, far, far - 1)[0] > read
+    singles = [attended(spec, tokens, tokens - 1) for tokens in range(1, 10)]
+    for mean, values in zip(attended(spec, 9), zip(*singles)):
+        assert mean == pytest.approx(sum(values) / 9)
+
+
+def test_drafts_that_stood_are_said(capsys):
+    common = ["generate", "--device", "cpu", "--model", "reader-v32", "--max-new-tokens", "8", "--speculate", "2"]
+    assert main(common) == 0
+    assert re.search(r"tokens a second, [1-3]\.\d\d a step$", capsys.readouterr().err, re.MULTILINE)

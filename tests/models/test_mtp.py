@@ -135,6 +135,38 @@ def test_bits_of_a_batch_invariant_model_are_those_without_drafts(name):
     assert found.accepted_per_step > 2
 
 
+@pytest.mark.parametrize("new", (2, 3, 4, 6))
+def test_drafts_beyond_what_is_left_are_not_computed(new, monkeypatch):
+    """Of the layer, rows of a step and then a row for each draft behind the first: none where no step is left, or one
+    that draws the last token without drafts."""
+    model, (prompt, *_) = predicting_model("tiny_v32", vocab_size=7), [[token % 7 for token in TEXT[:9]]]
+    expected, steps, drafts, fed = generate(model, [prompt], max_new_tokens=new), [], 8, []
+    whole, predict = EagerDecode._decode, Predictor.forward
+
+    def step(loop, rows):
+        steps.append([])
+        whole(loop, rows)
+        fed.append(loop._speculator._held.drafts[0].ge(0).sum().item())
+
+    def predicted(self, tokens, *args, **kwargs):
+        if steps:
+            steps[-1].append(len(tokens))
+        return predict(self, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(EagerDecode, "_decode", step)
+    monkeypatch.setattr(Predictor, "forward", predicted)
+    found = generate(model, [prompt], max_new_tokens=new, speculate=drafts)
+    assert found.tokens == expected.tokens and steps
+    width, left = max(1, new - 3) + 1, new - 1  # at most so many rows a step, so many tokens are left
+    for calls, count in zip(steps, fed):
+        room = max(0, min(left - 2, width - 1))
+        assert count == room and calls == [width, *[1] * (room - 1)][: room and None], (steps, fed)
+        left -= 1
+        if count:
+            break  # what is accepted behind it depends on the model
+    assert not steps[-1] and not fed[-1]
+
+
 @pytest.mark.few(0)
 @pytest.mark.parametrize("name", MODELS)
 def test_compiled(monkeypatch, name):

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import long, sample, sampled
 
 GRID = list(itertools.product("abcdef", range(5)))
@@ -74,3 +75,19 @@ def test_a_run_on_a_cpu_says_once_what_it_leaves_out(interpreted, how):
     assert f"({how}" in said and "(SPARSE_ATTN_LONG=1)" in said
     counts = re.findall(r"(\d+) (?:tests of|cases beyond) ", said)
     assert f"({sum(map(int, counts))} deselected)" in found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_reason_to_skip_takes_a_line():
+    """And none a test."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        Path(__file__).parents[1] / "cli" / "test_cli.py",
+        "-k",
+        "captured_tokens",
+    ]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    found = subprocess.run(command, env=environment | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True).stdout
+    assert re.findall(r"^.*needs a GPU.*", found, re.MULTILINE) == ["skipped: 3 tests: needs a GPU"]

@@ -1,5 +1,9 @@
 """The parts of the gate and of the benchmark frame that need no GPU, and whether mutations still fit the source."""
 
+import os
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -118,8 +122,6 @@ def test_only_a_test_that_failed_has_caught_a_mutation():
 
 
 def test_long_reaches_every_stage_and_no_pytest(tmp_path):
-    import os
-    import subprocess
 
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "long=$SPARSE_ATTN_LONG interpreted=$TRITON_INTERPRET $*"\n')
@@ -136,9 +138,6 @@ def test_long_reaches_every_stage_and_no_pytest(tmp_path):
 
 def test_a_missing_checker_fails_where_test_sh_makes_the_environment(tmp_path):
     """And is left out in an environment of one's own."""
-    import os
-    import shutil
-    import subprocess
 
     (tmp_path / "scripts").mkdir()
     for name in ("test.sh", "environment.sh", "constraints.txt"):
@@ -154,3 +153,60 @@ def test_a_missing_checker_fails_where_test_sh_makes_the_environment(tmp_path):
         environment |= {"PATH": os.environ["PATH"]}
         done = subprocess.run([tmp_path / "scripts" / "test.sh"], env=environment, capture_output=True, text=True)
         assert done.returncode == failed and ("FAILED: lint\n" in done.stderr) == failed, done.stderr
+
+
+def in_a_clone(tmp_path):
+    """A folder with the shell scripts, and a python3 that notes what it is asked and makes a .venv of itself."""
+    (tmp_path / "clone" / "scripts").mkdir(parents=True)
+    for name in ("demo.sh", "test.sh", "environment.sh", "constraints.txt"):
+        shutil.copy(SCRIPTS / name, tmp_path / "clone" / "scripts")
+    shutil.copy(SCRIPTS.parent / "setup.cfg", tmp_path / "clone")
+    python = tmp_path / "python3"
+    python.write_text(
+        f'#!/bin/sh\necho "$*" >>{tmp_path}/asked\n'
+        f'[ "$2" = venv ] && mkdir -p "$3/bin" && cp {python} "$3/bin/python"\nexit 0\n'
+    )
+    python.chmod(0o755)
+    return {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+
+def test_the_demo_installs_what_it_needs_and_says_so_before(tmp_path):
+    environment, asked = in_a_clone(tmp_path), tmp_path / "asked"
+
+    def ran(script):
+        asked.write_text("")
+        done = subprocess.run(
+            [tmp_path / "clone" / "scripts" / script], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        installed = [line.split("--use-pep517 ")[1] for line in asked.read_text().splitlines() if "pep517" in line]
+        return installed, done.stderr, asked.read_text()
+
+    installed, said, calls = ran("demo.sh")
+    assert installed == ["-e . safetensors tqdm"]
+    assert re.search(r"5\.3 GB on disk\).*minutes.*CPU build.*PYTHON=cpu/bin/python scripts/demo.sh", said, re.DOTALL)
+    assert calls.endswith("-m sparse_attn info --short\n-m sparse_attn generate --max-new-tokens 64\n")
+    assert ran("demo.sh")[:2] == ([], "")
+    assert ran("test.sh")[0] == ["-e .[models,test]"]
+    (tmp_path / "clone" / ".venv" / "installed-demo").unlink()
+    assert ran("demo.sh")[:2] == ([], "")  # what the tests take is more
+
+
+def test_the_demo_names_what_an_environment_lacks(tmp_path):
+    (tmp_path / "python").write_text("#!/bin/sh\necho safetensors\n")
+    (tmp_path / "python").chmod(0o755)
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python")}
+    done = subprocess.run([SCRIPTS / "demo.sh"], env=environment, capture_output=True, text=True)
+    said = f"{tmp_path}/python lacks safetensors: {tmp_path}/python -m pip install safetensors\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_test_sh_says_its_stages_and_how_long_they_take(tmp_path):
+    environment = in_a_clone(tmp_path)
+    said = subprocess.run(
+        [tmp_path / "clone" / "scripts" / "test.sh"], env=environment, capture_output=True, text=True
+    ).stdout
+    stages = re.findall(r"^== ([\w-]+)$", said, re.MULTILINE)
+    minutes = re.findall(r"([a-z-]+) \d", said.split("cores:")[1].split(".")[0].replace("\n", " "))
+    assert stages == minutes == ["lint", "plain", "other-defaults", "interpreted", "ahead-of-time"]
+    assert re.findall(r"^== ([\w-]+) took \d+ s$", said, re.MULTILINE) == stages
