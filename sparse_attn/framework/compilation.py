@@ -20,13 +20,13 @@ class Compilation(contextlib.ExitStack):
 
     def __init__(self, *, dynamo: bool, triton: bool, told: Callable[[str], object] = lambda what: None):
         super().__init__()
-        self._dynamo, self._triton, self._told = dynamo, triton, told
+        self._of_dynamo, self._of_triton, self._told = dynamo, triton, told
         self._done, self._since, self._depth = 0.0, 0.0, 0
 
     def __enter__(self):
-        if self._dynamo:
+        if self._of_dynamo:
             self.enter_context(dynamo_hooks(lambda: self._begin(TORCH_COMPILE), self._end))
-        if self._triton:
+        if self._of_triton:
             self.enter_context(triton_hooks(self._begin, self._end))
         return super().__enter__()
 

@@ -11,8 +11,8 @@ HOMES = {
     "sparse_attn/device/triton_private.py",
 }
 OTHERS = {  # Python's
-    "_replace", "_asdict", "_fields", "_make", "_getframe", "_SubParsersAction", "_actions", "_option_string_actions",
-    "_action_groups", "_group_actions", "_choices_actions",
+    "_replace", "_asdict", "_fields", "_make", "_getframe", "_SubParsersAction", "_ActionsContainer", "_actions",
+    "_option_string_actions", "_action_groups", "_group_actions", "_choices_actions",
 }  # fmt: skip
 # Triton's own, though their names do not say so: what compiles and launches, which changes with every version.
 INNARDS = ("triton.runtime", "triton.compiler", "triton.backends")
