@@ -41,7 +41,7 @@ GPUS = (
     Gpu("AMD Instinct MI300X", "gfx942", 5.3e12, 1307.4e12, 2614.9e12, "AMD MI300X datasheet"),
     Gpu("AMD Instinct MI355X", "gfx950", 8e12, 2516.6e12, 5033.2e12, "AMD MI355X datasheet"),
 )  # fmt: skip
-CARDS = dict(zip(("a100", "a40", "l40s", "h200", "h100", "b200", "rtx-pro-6000", "mi300x", "mi355x"), GPUS))
+CARDS: dict[str, Gpu] = dict(zip("a100 a40 l40s h200 h100 b200 rtx-pro-6000 mi300x mi355x".split(), GPUS))
 
 
 class Link(NamedTuple):

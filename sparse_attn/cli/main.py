@@ -90,8 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Inside, SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():  # which alone may set what a signal does
+    """Inside, SIGTERM raises KeyboardInterrupt, as Ctrl-C does. Not in one of several processes: torchrun ends those
+    that wait for a lost one with it, and they would go on waiting."""
+    main_thread = threading.current_thread() is threading.main_thread()  # which alone may set what a signal does
+    if not main_thread or torchrun.world_size() > 1:
         yield
         return
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -122,7 +122,8 @@ def dynamo_hooks(begin: Callable[[], object], end: Callable[[], object]) -> Iter
     """Inside, Dynamo calls ``begin`` and ``end`` around what it compiles."""
     from torch._dynamo.callback import callback_handler
 
-    hooks = [(callback_handler.start_callbacks, lambda *_: begin()), (callback_handler.end_callbacks, lambda *_: end())]
+    handler: Any = callback_handler
+    hooks = [(handler.start_callbacks, lambda *_: begin()), (handler.end_callbacks, lambda *_: end())]
     for callbacks, hook in hooks:
         callbacks.append(hook)
     try:
