@@ -128,8 +128,8 @@ def explain(op: str, *args: object, target: Target | str | None = None, **kwargs
     Args:
         op: a public function that has several kernels, such as "top_k_per_row".
         *args: its own; tensors may be real, of any device, or on the meta device, whose addresses count as aligned.
-        target: a name such as "sm_90", a card such as "h100", or what ``target_of`` returns; None: where the tensors are, and of those on the
-            meta device this machine's GPU, or an H200 where it has none.
+        target: a name such as "sm_90", a card such as "h100", or what ``target_of`` returns; None: where the tensors
+            are, and of those on the meta device this machine's GPU, or an H200 where it has none.
         **kwargs: its own, ``impl`` among them.
 
     Returns:
