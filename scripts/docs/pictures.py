@@ -294,7 +294,7 @@ def ratios(record: dict) -> str:
     axis += [write(left + scale * n, 54, f"{n} x", "grey", "middle") for n in (1, 2, 3)]
     head = [
         write(20, 28, "Times as fast as the peer", "ink bold"),
-        write(196, 28, "bar: geometric mean of all cases; line: worst to best", "grey"),
+        write(232, 28, "bar: geometric mean of all cases; line: worst to best", "grey"),
         write(WIDTH - 66, 54, "mean", "grey", "end"),
         write(WIDTH - 20, 54, "worst", "grey", "end"),
     ]
