@@ -64,7 +64,7 @@ from sparse_attn.version import __version__
 from sparse_attn.weight_layout import weight_bytes
 
 FINITE = 2.0**127  # what a penalty may be, as fp32
-INTERRUPTED = 130  # the exit code behind Ctrl-C, and here behind SIGTERM
+EXIT_INTERRUPTED = 130  # the exit code behind Ctrl-C, and here behind SIGTERM
 BLOCK_SIZE_HELP = "tokens a block of the paged caches covers (default: what suits the model)"
 
 
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if not torchrun.rank():
             print(f"{parser.prog}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     except (ValueError, TypeError, ImportError, OSError) as error:
         torchrun.say_error(parser.prog, error)
         return 2
@@ -315,10 +315,8 @@ def _generate(options: argparse.Namespace, mesh: Mesh, stack: contextlib.ExitSta
         job = stack.enter_context(jsonl.prepared(options, source, tokenizer, sampling, settings, device))
     live = leads and sys.stdout.isatty() and not options.progress
     answer = output.Answer(tokenizer, options.stop, live)
-    compilation = Compilation(
-        dynamo=options.compile, triton=device.type == "cuda",
-        told=output.Compiling(lambda: compilation.seconds) if leads else lambda what: None,
-    )  # fmt: skip
+    told = output.Compiling(lambda: compilation.seconds) if leads else lambda what: None
+    compilation = stack.enter_context(Compilation(dynamo=options.compile, triton=device.type == "cuda", told=told))
     before, watch, params, interrupted = dynamo_counts(), Watch() if options.plot else None, {}, False
     try:
         with byte_bar("weights", options.progress) as progress:
@@ -333,7 +331,7 @@ def _generate(options: argparse.Namespace, mesh: Mesh, stack: contextlib.ExitSta
         if asked and leads:
             output.ask(asked)
         answer.begin(lambda: compilation.seconds)
-        with watch or contextlib.nullcontext(), compilation:
+        with watch or contextlib.nullcontext():
             result = generate(
                 model,
                 [prompt],
@@ -372,7 +370,7 @@ def _generate(options: argparse.Namespace, mesh: Mesh, stack: contextlib.ExitSta
         facts["logprobs"] = report.logprobs_report(result.logprobs[0])
     written = report.generation_report(result, len(prompt), device, since=before, **facts)
     if not leads:
-        return INTERRUPTED if interrupted else 0
+        return EXIT_INTERRUPTED if interrupted else 0
     answer.finish()
     if save_logits and result.logits is not None:
         write_output(options.dump_logits, save_logits({"logits": result.logits[0]}))
@@ -383,7 +381,7 @@ def _generate(options: argparse.Namespace, mesh: Mesh, stack: contextlib.ExitSta
         drawn = output.steps(spec, prompt, result.tokens[0], watch.selected, tokenizer, source.name, asked)
         plot.save(options.plot, plot.draw(drawn))
     if interrupted:
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     return 0
 
 

@@ -112,7 +112,7 @@ def show(written: dict, spec: Spec | CompressedSpec, asked: Question | None) -> 
     ``asked``."""
     tokens, read = written["tokens"], written["prompt_tokens"]
     keys = "window keys and entries" if isinstance(spec, CompressedSpec) else "keys"
-    if asked is not None:
+    if asked is not None and (written["finish_reason"] != INTERRUPTED or len(written["text"]) >= len(asked.value)):
         _show_answer(written["text"], spec, asked, read, keys)
     if written["finish_reason"] == INTERRUPTED:
         print(f"\ninterrupted behind {len(tokens)} tokens", file=sys.stderr)

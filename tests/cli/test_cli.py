@@ -312,6 +312,9 @@ def test_info(capsys):
     shown = capsys.readouterr().out
     for name in ("torch", "sparse_attn_prefill", "index_topk_decode", "reference", "sampling"):
         assert name in shown
+    assert main(["info", "--device", "cpu", "--short"]) == 0
+    machine = capsys.readouterr().out
+    assert shown.startswith(machine) and machine.splitlines()[-1].startswith("target ") and "reference" not in machine
 
 
 def test_plan_counts_every_byte(tmp_path, capsys):

@@ -111,6 +111,13 @@ def test_a_signal_before_the_first_token_leaves_no_text(tmp_path, capsys, monkey
     assert "interrupted behind 0 tokens" in capsys.readouterr().err
 
 
+def test_an_answer_that_a_signal_cut_is_not_judged(capsys, monkeypatch):
+    monkeypatch.setattr(output.Answer, "push", killing(output.Answer.push, "SIGTERM", at=2))
+    assert main(["generate", "--device", "cpu", "--max-new-tokens", "8"]) == 130
+    said = capsys.readouterr().err
+    assert "task: " in said and "interrupted behind 2 tokens" in said and "wrong" not in said
+
+
 def test_a_signal_ends_other_commands_in_a_line(capsys, monkeypatch):
     monkeypatch.setattr(cli.report, "info", killing(cli.report.info, "SIGTERM", at=1))
     assert main(["info"]) == 130
