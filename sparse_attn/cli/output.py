@@ -114,10 +114,13 @@ def show(written: dict, spec: Spec | CompressedSpec, asked: Question | None) -> 
     keys = "window keys and entries" if isinstance(spec, CompressedSpec) else "keys"
     if asked is not None and (written["finish_reason"] != INTERRUPTED or len(written["text"]) >= len(asked.value)):
         _show_answer(written["text"], spec, asked, read, keys)
+    if not tokens:
+        print("interrupted before the first token", file=sys.stderr)
+        return
     if written["finish_reason"] == INTERRUPTED:
         print(f"\ninterrupted behind {len(tokens)} tokens", file=sys.stderr)
     timing, count = written["timing"], len(tokens)
-    query, there = attended(spec, max(read + count - 1, 1))
+    query, there = attended(spec, read + count - 1)
     drafted = f", {written['accepted_per_step']:.2f} a step" if written.get("accepted_per_step") else ""
     print(
         f"{written['model']} ({written['impl']} on {written['device']}, {written['dtype']}, {written['cache']} cache): "
