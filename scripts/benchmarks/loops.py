@@ -15,6 +15,7 @@ from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn import DecodeGraph, Model, Sampling
 from sparse_attn.generation.steps import Decode, decode_plan, decode_step
+from sparse_attn.mesh import ONE_RANK
 from sparse_attn.models.deepseek_v32 import allocate_caches
 from sparse_attn.models.mla import attention
 from sparse_attn.models.params import FP32_NAMES, model_rope_tables
@@ -116,7 +117,7 @@ class Layer(torch.nn.Module):
         self.params, self.spec, self.layouts, self.caches = model.params, model.spec, model.layouts, caches
 
     def forward(self, hidden: torch.Tensor, plan: StepPlan) -> torch.Tensor:
-        step, kv, index = ModelStep(plan, self.layouts, Options()), self.caches.kv[0], self.caches.index[0]
+        step, kv, index = ModelStep(plan, self.layouts, Options(), ONE_RANK), self.caches.kv[0], self.caches.index[0]
         return attention(hidden, self.params, "layers.0.", self.spec, kv, index, None, step)[0]
 
 

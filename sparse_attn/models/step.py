@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sparse_attn.mesh import ONE_RANK, Mesh
+from sparse_attn.mesh import Mesh
 from sparse_attn.pipeline import CacheLayouts, num_decode_rows
 from sparse_attn.pipeline.options import Options
 from sparse_attn.types import StepPlan
@@ -22,7 +22,7 @@ class ModelStep(NamedTuple):
     plan: StepPlan
     layouts: CacheLayouts
     options: Options
-    mesh: Mesh = ONE_RANK
+    mesh: Mesh  # no default: Dynamo of torch 2.11 makes none of a tuple's
     sharded: bool = False
 
 

@@ -11,6 +11,7 @@ from support.steps import MAX_CONTEXT, decode_state, model_of, plan_of
 
 from sparse_attn import workspace
 from sparse_attn.framework.torch_private import counters, mark_sizes
+from sparse_attn.mesh import ONE_RANK
 from sparse_attn.models.mla import attention
 from sparse_attn.models.moe import gated_mlp, moe
 from sparse_attn.models.norms import rms_norm
@@ -39,7 +40,7 @@ class Pieces(torch.nn.Module):
 
     def attend(self, weights, hidden, kv_cache, index_cache, plan):
         normed = rms_norm(hidden, weights["input_norm"], self.spec.rms_eps)
-        step = ModelStep(plan, self.layouts, Options(logits_bytes=1 << 20))
+        step = ModelStep(plan, self.layouts, Options(logits_bytes=1 << 20), ONE_RANK)
         out, _ = attention(normed, weights, "", self.spec, kv_cache, index_cache, None, step)
         return hidden + out
 

@@ -25,7 +25,7 @@ DECODE_LOGITS_BYTES = 32 << 20
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEADS = 128
 _PREFILL_GUARD = checks.Guard()
-_DECODE_GUARDS = checks.Guard(), checks.Guard()  # of positions, of slots
+_POSITIONS, _SLOTS = checks.Guard(), checks.Guard()
 
 
 def _launchers():
@@ -242,7 +242,7 @@ def _name_of(layout: IndexLayout) -> str:
 
 def _checked(call: Decode, layout: IndexLayout, *, slots: bool) -> Decode:
     """The operator's arguments. slots: whether it returns them."""
-    guard = _DECODE_GUARDS[slots]
+    guard = _SLOTS if slots else _POSITIONS
     if new := guard.new(call):
         _check_decode(call, layout)
         if slots:
