@@ -176,7 +176,7 @@ def test_garbage_is_kept_until_the_last_of_several_captures_ends():
 
 def test_tensors_on_two_devices_are_refused():
     names = ["logits", "row_starts", "row_ends", "k", "impl"]
-    given = dict(reference=select.reference.top_k_per_row, rules=select.reference.rules, launch=None)
+    given = dict(reference=select.reference.top_k_per_row, rules=select.reference.rules_of_top_k_per_row, launch=None)
     op = registration._implementation("top_k_per_row", names, [0, 1, 2], **given)
     with pytest.raises(ValueError, match=r"^top_k_per_row: row_ends: got device meta, allowed: cpu \(that of logits\)"):
         op(torch.zeros(2, 3), None, torch.zeros(2, dtype=torch.int32, device="meta"), 2, "auto")

@@ -39,7 +39,7 @@ _grouped_linear_fp8 = define_op(
     "(Tensor rows, Tensor? ends, Tensor codes, Tensor scales, str layout, bool batch_invariant, str impl) -> Tensor",
     fake=fake.grouped_linear,
     reference=reference.grouped_linear_fp8,
-    rules=reference.grouped_linear_rules,
+    rules=reference.rules_of_grouped_linear,
     launch=lambda: _launchers().grouped_linear_fp8,
     kernels=dispatch.FP8_KERNELS,
 )
@@ -48,7 +48,7 @@ _grouped_linear = define_op(
     "(Tensor rows, Tensor? ends, Tensor codes, Tensor? scales, str layout, bool batch_invariant, str impl) -> Tensor",
     fake=fake.grouped_linear,
     reference=reference.grouped_linear,
-    rules=reference.grouped_linear_rules,
+    rules=reference.rules_of_grouped_linear,
     launch=lambda: _launchers().grouped_linear,
     kernels=dispatch.KERNELS,
 )
@@ -59,7 +59,7 @@ _packed_experts = define_op(
     "str impl) -> Tensor",
     fake=fake.packed_experts,
     reference=reference.packed_experts,
-    rules=reference.packed_experts_rules,
+    rules=reference.rules_of_packed_experts,
     launch=lambda: _launchers().packed_experts,
     kernels=dispatch.EXPERTS_KERNELS,
 )

@@ -115,7 +115,7 @@ def _gated(gate_up: torch.Tensor, clamp: float | None) -> torch.Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-def grouped_linear_rules(rows: torch.Tensor, ends: torch.Tensor | None) -> None:
+def rules_of_grouped_linear(rows: torch.Tensor, ends: torch.Tensor | None) -> None:
     if ends is None:
         return
     debug.at_least("ends", ends, 0, "the first row")
@@ -124,5 +124,5 @@ def grouped_linear_rules(rows: torch.Tensor, ends: torch.Tensor | None) -> None:
     debug.refuse("ends", ends, ends < before, "ascending ends, at least {}", limit=before)
 
 
-def packed_experts_rules(weights: torch.Tensor) -> None:
+def rules_of_packed_experts(weights: torch.Tensor) -> None:
     debug.not_nan("weights", weights)

@@ -30,7 +30,7 @@ _apply_rope = define_op(
     "(Tensor x, Tensor positions, Tensor cos_sin, int start, bool interleaved, bool inverse, str impl) -> Tensor",
     fake=fake.apply_rope,
     reference=reference.apply_rope,
-    rules=reference.rules,
+    rules=reference.rules_of_apply_rope,
     launch=lambda: _launchers().apply_rope,
 )
 
@@ -73,5 +73,5 @@ def apply_rope(
         _GUARD.passed(new)
     if not followed((x,), (0,)):
         return _apply_rope(x, positions, cos_sin, start, interleaved, inverse, impl)
-    look("apply_rope", reference.rules, positions, cos_sin)
+    look("apply_rope", reference.rules_of_apply_rope, positions, cos_sin)
     return reference.apply_rope(x, positions, cos_sin, start, interleaved, inverse)

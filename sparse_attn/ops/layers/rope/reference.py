@@ -23,7 +23,7 @@ def apply_rope(
     return torch.cat([x[..., :start], rotated, x[..., start + width :]], dim=-1)
 
 
-def rules(positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+def rules_of_apply_rope(positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
     debug.places("positions", positions, cos_sin.shape[0], "rows of cos_sin")
 
 

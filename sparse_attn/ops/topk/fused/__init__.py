@@ -40,7 +40,7 @@ _index_topk_prefill = define_op(
     "int logits_bytes, str impl) -> Tensor",
     fake=fake.index_topk_prefill,
     reference=reference.index_topk_prefill,
-    rules=reference.prefill_rules,
+    rules=reference.rules_of_index_topk_prefill,
     launch=lambda: _launchers().index_topk_prefill,
     kernels=KERNELS,
 )
@@ -50,7 +50,7 @@ _index_topk_decode = define_op(
     "SymInt max_context_len, str layout, int logits_bytes, str impl) -> Tensor",
     fake=fake.index_topk_decode,
     reference=reference.index_topk_decode,
-    rules=reference.decode_rules,
+    rules=reference.rules_of_index_topk_decode,
     launch=lambda: _launchers().index_topk_decode,
     kernels=KERNELS,
 )
@@ -60,7 +60,7 @@ _index_topk_decode_slots = define_op(
     "SymInt max_context_len, str layout, int logits_bytes, str impl) -> (Tensor, Tensor)",
     fake=fake.index_topk_decode_slots,
     reference=reference.index_topk_decode_slots,
-    rules=reference.decode_rules,
+    rules=reference.rules_of_index_topk_decode,
     launch=lambda: _launchers().index_topk_decode_slots,
     kernels=KERNELS,
 )

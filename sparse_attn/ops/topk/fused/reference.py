@@ -73,11 +73,11 @@ def index_topk_decode_slots(
     return ragged.compute_global_topk_ragged_indices_and_indptr(columns, request_ids, block_table, cache.shape[1])
 
 
-def prefill_rules(k: torch.Tensor, kv_start: torch.Tensor, kv_end: torch.Tensor) -> None:
+def rules_of_index_topk_prefill(k: torch.Tensor, kv_start: torch.Tensor, kv_end: torch.Tensor) -> None:
     debug.ranges("kv_start", kv_start, "kv_end", kv_end, k.shape[0], "keys")
 
 
-def decode_rules(
+def rules_of_index_topk_decode(
     cache: torch.Tensor, context_lens: torch.Tensor, block_table: torch.Tensor, max_context_len: int
 ) -> None:
     debug.paged(cache, context_lens, block_table, max_context_len)

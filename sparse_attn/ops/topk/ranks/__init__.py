@@ -34,7 +34,7 @@ _count_digits = define_op(
     " -> (Tensor, Tensor)",
     fake=fake.count_digits,
     reference=reference.count_digits,
-    rules=reference.rules_of_counts,
+    rules=reference.rules_of_count_digits,
     launch=lambda: _launchers().count_digits,
 )
 _count_ties = define_op(
@@ -43,7 +43,7 @@ _count_ties = define_op(
     " -> (Tensor, Tensor, Tensor)",
     fake=fake.count_ties,
     reference=reference.count_ties,
-    rules=reference.rules_of_counts,
+    rules=reference.rules_of_count_digits,
     launch=lambda: _launchers().count_ties,
 )
 _take_winners = define_op(
@@ -52,7 +52,7 @@ _take_winners = define_op(
     " int block_size, int rank, str impl) -> Tensor",
     fake=fake.take_winners,
     reference=reference.take_winners,
-    rules=reference.rules_of_winners,
+    rules=reference.rules_of_take_winners,
     launch=lambda: _launchers().take_winners,
 )
 _pack_candidates = define_op(
@@ -60,7 +60,7 @@ _pack_candidates = define_op(
     "(Tensor logits, Tensor columns, Tensor? row_starts, int block_size, str impl) -> Tensor",
     fake=fake.pack_candidates,
     reference=reference.pack_candidates,
-    rules=reference.rules_of_packing,
+    rules=reference.rules_of_pack_candidates,
     launch=lambda: _launchers().pack_candidates,
 )
 _merge_candidates = define_op(
@@ -68,7 +68,7 @@ _merge_candidates = define_op(
     "(Tensor candidates, Tensor columns, int block_size, int rank, str impl) -> Tensor",
     fake=fake.merge_candidates,
     reference=reference.merge_candidates,
-    rules=reference.rules_of_merging,
+    rules=reference.rules_of_merge_candidates,
     launch=lambda: _launchers().merge_candidates,
 )
 

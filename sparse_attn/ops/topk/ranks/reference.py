@@ -161,7 +161,7 @@ def merge_candidates(candidates: torch.Tensor, columns: torch.Tensor, block_size
     return torch.where(ascending < most, ascending, -1)
 
 
-def rules_of_counts(
+def rules_of_count_digits(
     logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None, sums: torch.Tensor | None
 ) -> None:
     _rules_of_ranges(logits, row_starts, row_ends)
@@ -169,7 +169,7 @@ def rules_of_counts(
         debug.at_least("sums", sums, 0, "a count")
 
 
-def rules_of_winners(
+def rules_of_take_winners(
     logits: torch.Tensor,
     row_starts: torch.Tensor | None,
     row_ends: torch.Tensor | None,
@@ -186,14 +186,14 @@ def _rules_of_ranges(logits: torch.Tensor, row_starts: torch.Tensor | None, row_
     debug.ranges("row_starts", row_starts, "row_ends", row_ends, logits.shape[1], "the width of logits")
 
 
-def rules_of_packing(logits: torch.Tensor, columns: torch.Tensor, row_starts: torch.Tensor | None) -> None:
+def rules_of_pack_candidates(logits: torch.Tensor, columns: torch.Tensor, row_starts: torch.Tensor | None) -> None:
     width = logits.shape[1]
     debug.at_least("columns", columns, -1, "no column")
     ends = columns if row_starts is None else columns + row_starts.clamp(0, width).unsqueeze(1)
     debug.at_most("columns", torch.where(columns < 0, -1, ends), width - 1, "the last column of logits")
 
 
-def rules_of_merging(candidates: torch.Tensor, columns: torch.Tensor, block_size: int) -> None:
+def rules_of_merge_candidates(candidates: torch.Tensor, columns: torch.Tensor, block_size: int) -> None:
     counts = candidates[..., columns.shape[1] :].view(ties_dtype(block_size))
     debug.at_most("counts", counts.int(), block_size, "block_size")
     debug.at_least("columns", columns, -1, "no column")

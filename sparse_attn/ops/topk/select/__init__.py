@@ -22,7 +22,7 @@ _top_k_per_row = define_op(
     "(Tensor logits, Tensor? row_starts, Tensor? row_ends, int k, str impl) -> Tensor",
     fake=fake.top_k_per_row,
     reference=reference.top_k_per_row,
-    rules=reference.rules,
+    rules=reference.rules_of_top_k_per_row,
     launch=lambda: _launchers().top_k_per_row,
     kernels=dispatch.KERNELS,
 )

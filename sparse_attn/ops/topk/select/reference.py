@@ -26,7 +26,9 @@ def top_k_per_row(
     return out
 
 
-def rules(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None) -> None:
+def rules_of_top_k_per_row(
+    logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None
+) -> None:
     debug.ranges("row_starts", row_starts, "row_ends", row_ends, logits.shape[1], "the width of logits")
 
 
