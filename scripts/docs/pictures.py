@@ -460,7 +460,7 @@ def seesaw() -> str:
     at0, at1 = rows["wg0"] + tall, rows["wg1"]  # where consumers begin, seen from the producer
     mma0, mma1 = rows["wg0 mma"] + tall, rows["wg1 mma"]
     above, below = rows["wg2"], rows["wg2"] + tall
-    free = "box l-edge"
+    copied = "box l-edge"
 
     def x(time: float) -> float:
         return round(left + unit * time, 1)
@@ -510,12 +510,12 @@ def seesaw() -> str:
         ("wg1", 46, 54, "cell", "store P1"),
         ("wg1 mma", 61, 77, "other", "P0 V0r"),
         ("wg1 mma", 84, 93, "chosen", "Q K1r'"),
-        ("wg2", 0, 6, free, "K0r"),
-        ("wg2", 7, 15, free, "K1l"),
-        ("wg2", 48.2, 57, free, "K0l'"),
-        ("wg2", 63.5, 72, free, "K1r'"),
-        ("wg2", 76, 84.5, free, "K0r'"),
-        ("wg2", 85.5, 93.5, free, "K1l'"),
+        ("wg2", 0, 6, copied, "K0r"),
+        ("wg2", 7, 15, copied, "K1l"),
+        ("wg2", 48.2, 57, copied, "K0l'"),
+        ("wg2", 63.5, 72, copied, "K1r'"),
+        ("wg2", 76, 84.5, copied, "K0r'"),
+        ("wg2", 85.5, 93.5, copied, "K1l'"),
     ):
         parts += block(row, start, end, kind, *texts)
     for kind, name, where, *points in (
