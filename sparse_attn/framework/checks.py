@@ -1,7 +1,7 @@
 """Argument checks shared by every public function: they name the argument, what came and what is allowed.
 
 They look at shapes, dtypes, strides and devices only, so they cost no synchronisation and vanish under torch.compile.
-An eager call that looks like the one before is spared them (``Guard``).
+An eager call that looks like one that passed them is spared them (``Guard``).
 """
 
 from __future__ import annotations
@@ -177,19 +177,24 @@ class Guard:
             return UNKNOWN
         looks: list = [torch.is_grad_enabled()]
         waiting = list(arguments)
-        for value in waiting:  # which grows
-            kind = type(value)
-            if kind is torch.Tensor or kind is torch.nn.Parameter:
-                looks += kind, value.dtype, value.shape, value.stride(), value.storage_offset(), value.device
-            elif kind in VALUES or _is_value(kind):
-                looks += kind, value
-            elif isinstance(value, tuple):
-                looks += kind, len(value)
-                waiting += value
-            else:
-                return UNKNOWN
-        found = tuple(looks)
-        return None if found in self._passed else found
+        try:
+            for value in waiting:  # which grows
+                kind = type(value)
+                if kind is torch.Tensor or kind is torch.nn.Parameter:
+                    if value.layout is not torch.strided:
+                        return UNKNOWN
+                    looks += kind, value.dtype, value.shape, value.stride(), value.storage_offset(), value.device
+                elif kind in VALUES or _is_value(kind):
+                    looks += kind, value
+                elif isinstance(value, tuple):
+                    looks += kind, len(value)
+                    waiting += value
+                else:
+                    return UNKNOWN
+            found = tuple(looks)
+            return None if found in self._passed else found
+        except TypeError:  # a frozen value may hold what has no hash
+            return UNKNOWN
 
     def passed(self, new: tuple) -> None:
         if new is UNKNOWN:

@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,6 +13,13 @@ from sparse_attn.framework import checks
 from sparse_attn.framework.torch_private import fake_mode
 
 X = torch.zeros(6, 8)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Frozen, and without a hash."""
+
+    values: dict
 
 
 def guard_of(*arguments):
@@ -47,6 +55,14 @@ def test_tensors_in_tuples_are_looked_at():
 def test_what_may_change_is_always_checked(value):
     guard = guard_of(value)
     assert guard.new(value)
+
+
+def test_what_cannot_be_looked_at_is_checked_by_who_knows_its_name():
+    for value in (X.to_sparse(), Holding({"x": 1})):
+        guard = guard_of(value)
+        assert guard.new(value)
+    with pytest.raises(TypeError, match="^x: got dtype int8"):
+        apply_rope(X.to_sparse().to(torch.int8), torch.arange(6), rope_table(8, 4, 10000.0), start=0, interleaved=True)
 
 
 def test_grad_mode_and_tracing_are_checked():
