@@ -23,7 +23,7 @@ from sparse_attn.ops.indexer.scores import fp8_paged_mqa_logits
 from sparse_attn.ops.topk.fused import index_topk_decode_slots
 from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel.ranks import merge_over_ranks
-from sparse_attn.pipeline.select import choose_over_ranks
+from sparse_attn.pipeline.select import Search, choose_over_ranks
 from sparse_attn.types import AttentionOutput, CompressedPlan, QuantisedQuery, Ragged
 
 PEER = "indexer replicated"
@@ -82,10 +82,9 @@ def _layer(
     def select(at: int, some: slice | torch.Tensor = slice(None), impl: str = "auto") -> torch.Tensor:
         query = QuantisedQuery(part.q[at].view(torch.uint8)[some].flatten(0, 1), part.weights[at][some])
         with copies():
-            chosen, _ = choose_over_ranks(
-                query, index_cache, part.tables[at][some], _plan(part.context_lens[some], own),
-                INDEX_LAYOUT, dims.top_k, Options(impl), RANKS,
-            )  # fmt: skip
+            plan = _plan(part.context_lens[some], own)
+            search = Search(query, index_cache, part.tables[at][some], plan, INDEX_LAYOUT, dims.top_k, Options(impl))
+            chosen, _ = choose_over_ranks(search, RANKS)
         assert chosen is not None
         return chosen
 

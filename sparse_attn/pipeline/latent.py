@@ -20,7 +20,7 @@ from sparse_attn.pipeline.layouts import CacheLayouts
 from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel.ranks import merge_over_ranks, merge_own_rows
 from sparse_attn.pipeline.parallel.rows import choose_sharded, shards_rows
-from sparse_attn.pipeline.select import choose_decode_slots, choose_over_ranks, choose_prefill, num_decode_rows
+from sparse_attn.pipeline.select import Search, choose_decode_slots, choose_over_ranks, choose_prefill, num_decode_rows
 from sparse_attn.types import AttentionOutput, QuantisedQuery, Ragged, StepPlan
 
 
@@ -115,18 +115,18 @@ def index_select(
         TypeError, ValueError: what index_topk_prefill and index_topk_decode refuse; scores of ``ranks`` that exceed
             logits_bytes.
     """
-    inputs = (query, cache, plan.block_table, plan, layouts.index, top_k, Options(impl, logits_bytes))
+    search = Search(query, cache, plan.block_table, plan, layouts.index, top_k, Options(impl, logits_bytes))
     rows = num_decode_rows(plan)
     decode = prefill = chosen = positions = None
     if shards_rows(plan, alike):
-        positions, chosen = choose_sharded(*inputs, ranks, alike)
+        positions, chosen = choose_sharded(search, ranks, alike)
     elif ranks.size > 1:
-        positions, chosen = choose_over_ranks(*inputs, ranks)
+        positions, chosen = choose_over_ranks(search, ranks)
     else:
         if rows:
-            decode = choose_decode_slots(*inputs)
+            decode = choose_decode_slots(search)
         if plan.kv_start.shape[0]:
-            chosen = choose_prefill(*inputs)
+            chosen = choose_prefill(search)
     if positions is not None:
         decode = compute_global_topk_ragged_indices_and_indptr(
             positions, plan.request_ids[:rows], plan.block_table, cache.shape[1], impl=impl

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,42 +32,39 @@ def num_decode_rows(plan: StepPlan | CompressedPlan) -> int:
     return plan.context_lens.shape[0] * plan.context_lens.shape[1]
 
 
-def choose_decode(
-    query: QuantisedQuery,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    plan: StepPlan | CompressedPlan,
-    layout: IndexLayout,
-    top_k: int,
-    options: Options,
-) -> torch.Tensor:
-    """The ``top_k`` best index keys of every decode row among those it may see, int32 [rows, top_k], counted within the
-    row's request.
+class Search(NamedTuple):
+    """What rows of a step are to be selected from.
 
     query: the step's index queries, as indexer_q_rope_quant gives them, and weights [tokens, heads]. cache: index keys,
     this step's included. plan: how many keys each row sees, and where the keys of prefill requests lie once gathered;
-    keys of tokens (StepPlan) or of entries (CompressedPlan).
+    keys of tokens (StepPlan) or of entries (CompressedPlan). top_k: keys of a row.
     """
-    arguments = _decode_rows(query, cache, block_table, plan, layout, top_k)
-    return index_topk_decode(*arguments, logits_bytes=options.logits_bytes, impl=options.impl)
+
+    query: QuantisedQuery
+    cache: torch.Tensor
+    block_table: torch.Tensor
+    plan: StepPlan | CompressedPlan
+    layout: IndexLayout
+    top_k: int
+    options: Options
 
 
-def choose_decode_slots(
-    query: QuantisedQuery,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    plan: StepPlan | CompressedPlan,
-    layout: IndexLayout,
-    top_k: int,
-    options: Options,
-) -> Ragged:
+def choose_decode(search: Search) -> torch.Tensor:
+    """The best index keys of every decode row among those it may see, int32 [rows, top_k], counted within the row's
+    request."""
+    options = search.options
+    return index_topk_decode(*_decode_rows(search), logits_bytes=options.logits_bytes, impl=options.impl)
+
+
+def choose_decode_slots(search: Search) -> Ragged:
     """As choose_decode, but slots of the paged caches."""
-    arguments = _decode_rows(query, cache, block_table, plan, layout, top_k)
-    return index_topk_decode_slots(*arguments, logits_bytes=options.logits_bytes, impl=options.impl)
+    options = search.options
+    return index_topk_decode_slots(*_decode_rows(search), logits_bytes=options.logits_bytes, impl=options.impl)
 
 
-def _decode_rows(query, cache, block_table, plan, layout, top_k) -> tuple[Any, ...]:
+def _decode_rows(search: Search) -> tuple[Any, ...]:
     """The arguments of the operators over decode rows."""
+    query, cache, block_table, plan, layout, top_k, _ = search
     requests, next_n = plan.context_lens.shape
     rows = requests * next_n
     return (
@@ -76,17 +73,10 @@ def _decode_rows(query, cache, block_table, plan, layout, top_k) -> tuple[Any, .
     )  # fmt: skip
 
 
-def choose_prefill(
-    query: QuantisedQuery,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    plan: StepPlan | CompressedPlan,
-    layout: IndexLayout,
-    top_k: int,
-    options: Options,
-) -> torch.Tensor:
+def choose_prefill(search: Search) -> torch.Tensor:
     """As choose_decode, for every prefill row: int32 [rows, top_k], counted within the row's request."""
-    gathered, rows = _gather(cache, block_table, plan, layout, options), num_decode_rows(plan)
+    query, plan, options = search.query, search.plan, search.options
+    gathered, rows = _gather(search), num_decode_rows(plan)
     return index_topk_prefill(
         query.query[rows:],
         query.weights[rows:],
@@ -94,40 +84,29 @@ def choose_prefill(
         gathered.scales,
         plan.kv_start,
         plan.kv_end,
-        top_k,
-        flavour=_flavour(layout),
+        search.top_k,
+        flavour=_flavour(search.layout),
         logits_bytes=options.logits_bytes,
         impl=options.impl,
     )
 
 
-def choose_over_ranks(
-    query: QuantisedQuery,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    plan: StepPlan | CompressedPlan,
-    layout: IndexLayout,
-    top_k: int,
-    options: Options,
-    ranks: Ranks,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What this rank holds of the ``top_k`` best index keys of every decode and of every prefill row: int32 [rows,
-    top_k] each, counted among the keys of the row's request that it holds. None where the step has no such rows.
+def choose_over_ranks(search: Search, ranks: Ranks) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What this rank holds of the best index keys of every decode and of every prefill row: int32 [rows, top_k] each,
+    counted among the keys of the row's request that it holds. None where the step has no such rows.
 
-    cache: this rank's index keys. plan: this rank's, of pipeline.parallel.context. Scores of all rows are held at once,
-    so that a layer takes one collective or four (top_k_over_ranks): ValueError where that takes more than
-    options.logits_bytes.
+    Cache and plan are this rank's, the plan of pipeline.parallel.context. Scores of all rows are held at once, so that
+    a layer takes one collective or four (top_k_over_ranks): ValueError where that takes more than options.logits_bytes.
     """
+    plan, options = search.plan, search.options
     decode, prefill = num_decode_rows(plan), plan.kv_start.shape[0]
     check_scores(decode, plan.max_context, prefill, plan.kv_capacity, options.logits_bytes)
     parts = []
     if decode:
-        scores = _decode_scores(query, cache, block_table, plan, layout, options)
-        parts.append(RowScores(scores, None, plan.context_lens.reshape(-1)))
+        parts.append(RowScores(_decode_scores(search), None, plan.context_lens.reshape(-1)))
     if prefill:
-        scores = _prefill_scores(query, cache, block_table, plan, layout, options)
-        parts.append(RowScores(scores, plan.kv_start, plan.kv_end))
-    chosen = top_k_over_ranks(parts, top_k, ranks, block_size=cache.shape[1], impl=options.impl)
+        parts.append(RowScores(_prefill_scores(search), plan.kv_start, plan.kv_end))
+    chosen = top_k_over_ranks(parts, search.top_k, ranks, block_size=search.cache.shape[1], impl=options.impl)
     return chosen[0] if decode else None, chosen[-1] if prefill else None
 
 
@@ -142,31 +121,32 @@ def check_scores(decode: int, decode_keys: int, prefill: int, prefill_keys: int,
         )
 
 
-def _decode_scores(query, cache, block_table, plan, layout, options: Options) -> torch.Tensor:
+def _decode_scores(search: Search) -> torch.Tensor:
+    layout = search.layout
     score: Any = fp8_paged_mqa_logits if isinstance(layout, IndexFp8Layout) else bf16_paged_mqa_logits
     if isinstance(layout, IndexMxfp4Layout):
         score = mxfp4_paged_mqa_logits
-    requests, next_n = plan.context_lens.shape
-    rows = requests * next_n
-    return score(
-        torch.unflatten(query.query[:rows], 0, (requests, next_n)), cache, query.weights[:rows], plan.context_lens,
-        block_table[:requests], plan.max_context, layout, impl=options.impl,
-    )  # fmt: skip
+    query, weights, cache, lens, table, _, max_context, _ = _decode_rows(search)
+    return score(query, cache, weights, lens, table, max_context, layout, impl=search.options.impl)
 
 
-def _prefill_scores(query, cache, block_table, plan, layout, options: Options) -> torch.Tensor:
-    gathered, rows = _gather(cache, block_table, plan, layout, options), num_decode_rows(plan)
+def _prefill_scores(search: Search) -> torch.Tensor:
+    query, plan, layout = search.query, search.plan, search.layout
+    gathered, rows = _gather(search), num_decode_rows(plan)
     keys = [gathered.keys] if gathered.scales is None else [gathered.keys, gathered.scales]
     score: Any = bf16_mqa_logits if gathered.scales is None else mxfp4_mqa_logits
     if isinstance(layout, IndexFp8Layout):
         score = partial(fp8_mqa_logits, flavour=_flavour(layout))
-    return score(query.query[rows:], *keys, query.weights[rows:], plan.kv_start, plan.kv_end, impl=options.impl)
+    return score(query.query[rows:], *keys, query.weights[rows:], plan.kv_start, plan.kv_end, impl=search.options.impl)
 
 
-def _gather(cache, block_table, plan, layout, options: Options) -> IndexKeys:
+def _gather(search: Search) -> IndexKeys:
     """The index keys of prefill requests."""
-    requests = plan.context_lens.shape[0]
-    return gather_indexer_k(cache, block_table[requests:], plan.kv_indptr, plan.kv_capacity, layout, impl=options.impl)
+    plan = search.plan
+    table = search.block_table[plan.context_lens.shape[0] :]
+    return gather_indexer_k(
+        search.cache, table, plan.kv_indptr, plan.kv_capacity, search.layout, impl=search.options.impl
+    )
 
 
 def _flavour(layout: IndexLayout) -> str:

@@ -30,6 +30,7 @@ from sparse_attn.pipeline.parallel.context import counts_window, own_entries
 from sparse_attn.pipeline.parallel.ranks import merge_over_ranks, merge_own_rows, own_rows
 from sparse_attn.pipeline.parallel.rows import choose_sharded, shards_rows
 from sparse_attn.pipeline.select import (
+    Search,
     choose_decode,
     choose_decode_slots,
     choose_over_ranks,
@@ -240,22 +241,22 @@ def select_entries(
         TypeError, ValueError: what pipeline.latent.index_select refuses.
     """
     entries = step.compressed[ratio]
-    inputs = (query, cache, plan.block_table, entries, layouts.index, top_k, Options(impl, logits_bytes))
+    search = Search(query, cache, plan.block_table, entries, layouts.index, top_k, Options(impl, logits_bytes))
     rows = num_decode_rows(plan)
     prefill = in_place = chosen = None
     if shards_rows(entries, alike):
-        chosen, prefill = choose_sharded(*inputs, ranks, alike)
+        chosen, prefill = choose_sharded(search, ranks, alike)
     elif ranks.size > 1:
-        chosen, prefill = choose_over_ranks(*inputs, ranks)
+        chosen, prefill = choose_over_ranks(search, ranks)
     elif entries.kv_start.shape[0]:
-        prefill = choose_prefill(*inputs)
+        prefill = choose_prefill(search)
     if prefill is not None and step.in_place > rows:
         if rows:
-            chosen = torch.cat([choose_decode(*inputs) if chosen is None else chosen, prefill])
+            chosen = torch.cat([choose_decode(search) if chosen is None else chosen, prefill])
         else:
             chosen = prefill
     elif rows and chosen is None:
-        in_place = choose_decode_slots(*inputs)
+        in_place = choose_decode_slots(search)
     if chosen is not None:
         in_place = compute_global_topk_ragged_indices_and_indptr(
             chosen, plan.request_ids[: step.in_place], plan.block_table, cache.shape[1], impl=impl

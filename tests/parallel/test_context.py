@@ -30,7 +30,7 @@ from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel import ranks as pipeline_ranks
 from sparse_attn.pipeline.parallel.context import own_bound, own_plan, own_room, own_slots
 from sparse_attn.pipeline.parallel.ranks import all_positions, merge_over_ranks, merged_bytes
-from sparse_attn.pipeline.select import choose_decode, choose_over_ranks, choose_prefill
+from sparse_attn.pipeline.select import Search, choose_decode, choose_over_ranks, choose_prefill
 from sparse_attn.spec import preset
 from sparse_attn.types import AttentionOutput, QuantisedQuery, StepPlan
 
@@ -134,14 +134,14 @@ def run_layer(step: Step, layer: Layer, layouts: CacheLayouts, ranks: Ranks, siz
     """(positions of decode rows, of prefill rows, output)."""
     index, kv = caches_of(step, layer, layouts, ranks, size)
     plan = own_plan(whole_plan(step, size), ranks, block_size=BLOCK)
-    inputs = layer.query, index, plan.block_table, plan, layouts.index, TOP_K, Options()
+    search = Search(layer.query, index, plan.block_table, plan, layouts.index, TOP_K, Options())
     if ranks.size > 1:
-        chosen = choose_over_ranks(*inputs, ranks)
+        chosen = choose_over_ranks(search, ranks)
         chosen = [None if c is None else all_positions(c, ranks, block_size=BLOCK) for c in chosen]
     else:
         chosen = [
-            choose_decode(*inputs) if step.num_decodes else None,
-            choose_prefill(*inputs) if plan.kv_start.shape[0] else None,
+            choose_decode(search) if step.num_decodes else None,
+            choose_prefill(search) if plan.kv_start.shape[0] else None,
         ]
     selection = pipeline.index_select(layer.query, index, plan, layouts=layouts, top_k=TOP_K, ranks=ranks)
     sink = torch.tensor([0.5, -torch.inf, 2.0])

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from sparse_attn.layout import IndexLayout
 from sparse_attn.mesh import Ranks
-from sparse_attn.pipeline.options import Options
 from sparse_attn.pipeline.parallel.ranks import first_row, shard_rows, whole_rows
-from sparse_attn.pipeline.select import choose_decode, choose_over_ranks, choose_prefill
+from sparse_attn.pipeline.select import Search, choose_decode, choose_over_ranks, choose_prefill
 from sparse_attn.types import CompressedPlan, QuantisedQuery, StepPlan
 
 SHARDED_KEYS = 32768  # that a row may have: with fewer, a collective takes longer than the rows of the other ranks
@@ -32,19 +30,10 @@ def shards_rows(plan: StepPlan | CompressedPlan, ranks: Ranks) -> bool:
     return (requests or rows) > 1
 
 
-def choose_sharded(
-    query: QuantisedQuery,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    plan: StepPlan | CompressedPlan,
-    layout: IndexLayout,
-    top_k: int,
-    options: Options,
-    keys: Ranks,
-    ranks: Ranks,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def choose_sharded(search: Search, keys: Ranks, ranks: Ranks) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """As choose_over_ranks, where shards_rows. keys: ranks that hold a part of the keys each. ranks: those that hold
     the same keys, and share the rows. One collective over those."""
+    query, block_table, plan = search.query, search.block_table, search.plan
     requests, next_n = plan.context_lens.shape
     units, width = (requests, next_n) if requests else (plan.kv_start.shape[0], 1)
     each, first = shard_rows(units, ranks), first_row(units, ranks)
@@ -54,11 +43,11 @@ def choose_sharded(
         plan = plan._replace(context_lens=plan.context_lens.narrow(0, first, each))
     else:
         plan = plan._replace(kv_start=plan.kv_start.narrow(0, first, each), kv_end=plan.kv_end.narrow(0, first, each))
-    inputs = (own, cache, block_table, plan, layout, top_k, options)
+    search = search._replace(query=own, block_table=block_table, plan=plan)
     if keys.size > 1:
-        chosen = choose_over_ranks(*inputs, keys)[0 if requests else 1]
+        chosen = choose_over_ranks(search, keys)[0 if requests else 1]
     else:
-        chosen = (choose_decode if requests else choose_prefill)(*inputs)
+        chosen = (choose_decode if requests else choose_prefill)(search)
     assert chosen is not None
     whole = whole_rows(torch.unflatten(chosen, 0, (each, width)), units, ranks).flatten(0, 1)
     return (whole, None) if requests else (None, whole)
