@@ -44,7 +44,7 @@ ALLOWED_SPILLS = {
     "layers.hyper_connection.mix": {"sm_100": 16},
     # Tiles of 64 rows, two of sums.
     "layers.products.swap_ab.swap_ab": {"sm_90": 0, "nvidia": 16},
-    "topk.ranks.merge_candidates": {"sm_90": 0, "nvidia": 16},  # of 16384 candidates
+    "topk.ranks.one_gather.merge_candidates": {"sm_90": 0, "nvidia": 16},  # of 16384 candidates
     "layers.products.swap_ab.sorted.gate_up": {"sm_90": 0, "nvidia": 24},
     "layers.products.swap_ab.sorted.down": {"sm_90": 0, "nvidia": 40},
     # Scalars of the producers.

@@ -9,7 +9,7 @@ import torch
 from sparse_attn.device import histogram, pdl
 from sparse_attn.device.rows import is_aligned
 from sparse_attn.framework.target import Target, interpreting, target_of
-from sparse_attn.ops.topk.ranks import fake, kernels
+from sparse_attn.ops.topk.ranks import fake, kernels, one_gather
 from sparse_attn.ops.topk.ranks.fake import BITS, LEVELS, SHIFTS
 
 CTAS_AN_SM = 2  # that rows are split for, of count_ties and take_winners
@@ -224,7 +224,7 @@ def pack_candidates(
     out = fake.allocate_candidates(logits, k, block_size)
     if rows:
         target = target_of(logits.device)
-        kernels.pack_candidates[(rows,)](
+        one_gather.pack_candidates[(rows,)](
             *(logits, columns, row_starts, out, out.view(fake.ties_dtype(block_size))),
             *(width, k, out.shape[1], logits.stride(0), columns.stride(0), _stride(row_starts)),
             BLOCK_SIZE=block_size,
@@ -247,7 +247,7 @@ def merge_candidates(candidates: torch.Tensor, columns: torch.Tensor, block_size
         if threads and interpreting():
             smem = columns.new_zeros((rows, histogram.WORDS.value))
         each = counts.shape[2] // words
-        kernels.merge_candidates[(rows,)](
+        one_gather.merge_candidates[(rows,)](
             *(candidates, counts, columns, out, smem),
             *(k, rank, ranks, each, (words - k) * counts.shape[2] // words),
             *(candidates.stride(0), candidates.stride(1), columns.stride(0)),
