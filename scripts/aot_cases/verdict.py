@@ -44,7 +44,7 @@ ALLOWED_SPILLS = {
     "layers.hyper_connection.mix": {"sm_100": 16},
     # Tiles of 64 rows, two of sums.
     "layers.products.swap_ab.swap_ab": {"sm_90": 0, "nvidia": 16},
-    "topk.ranks.one_gather.merge_candidates": {"sm_90": 0, "nvidia": 16},  # of 16384 candidates
+    "topk.ranks.portable.one_gather.merge_candidates": {"sm_90": 0, "nvidia": 16},  # of 16384 candidates
     "layers.products.swap_ab.sorted.gate_up": {"sm_90": 0, "nvidia": 24},
     "layers.products.swap_ab.sorted.down": {"sm_90": 0, "nvidia": 40},
     # Scalars of the producers.
@@ -86,7 +86,7 @@ WEIGHTS = {
     "layers.products.hopper.stream_k.stream_k": {"words"},
     "layers.products.hopper.stream_k_wide.stream_k_wide": {"codes"},
 }
-READ_EARLY = ("topk.ranks.count_digits", "topk.ranks.count_ties", "topk.ranks.take_winners")
+READ_EARLY = tuple(f"topk.ranks.portable.digits.{name}" for name in ("count_digits", "count_ties", "take_winners"))
 EARLY = WEIGHTS | dict.fromkeys(READ_EARLY, SCORES)
 
 

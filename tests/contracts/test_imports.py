@@ -40,7 +40,6 @@ KINDS = {"base": 1.5, "kernel": 1.5, "host": 2, "launch": 2, "contract": 3}  # f
 # Files that have no folder yet: they leave this table with it.
 UNSORTED = {
     "layers.rope": {"table": "base"},
-    "topk.ranks": {"one_gather": "kernel"},
 }
 # What a fused op takes from another package: how it is dispatched and launched, and its oracle; never its kernels.
 FUSED = ("dispatch", "plan", "config", "launch", "reference")

@@ -9,8 +9,9 @@ import torch
 from sparse_attn.device import histogram, pdl
 from sparse_attn.device.rows import is_aligned
 from sparse_attn.framework.target import Target, interpreting, target_of
-from sparse_attn.ops.topk.ranks import fake, kernels, one_gather
+from sparse_attn.ops.topk.ranks import fake
 from sparse_attn.ops.topk.ranks.fake import BITS, LEVELS, SHIFTS
+from sparse_attn.ops.topk.ranks.portable import digits, one_gather
 
 CTAS_AN_SM = 2  # that rows are split for, of count_ties and take_winners
 WHOLE = 32768  # columns up to which a row's digits have one CTA: several add to counts that a launch of its own zeroes
@@ -121,7 +122,7 @@ def count_digits(
             counts.zero_()
         if plan.threads and interpreting():
             smem = logits.new_zeros((ctas, histogram.WORDS.value), dtype=torch.int32)
-        kernels.count_digits[(ctas,)](
+        digits.count_digits[(ctas,)](
             *(logits, row_starts, row_ends, sums, state, counts, new_state, smem),
             width,
             k,
@@ -157,7 +158,7 @@ def count_ties(
         target = target_of(logits.device)
         plan, aligned = plan_blocks(rows, width, target), _aligned(logits, row_starts)
         together, padded = blocks_together(plan, block_size)
-        kernels.count_ties[(rows * plan.splits,)](
+        digits.count_ties[(rows * plan.splits,)](
             *(logits, row_starts, row_ends, sums, state, ties, above, new_state),
             width,
             ties.shape[1],
@@ -195,7 +196,7 @@ def take_winners(
     target = target_of(logits.device)
     plan, aligned = plan_blocks(rows, width, target), _aligned(logits, row_starts)
     share = -(-ties.shape[2] // plan.splits) * block_size  # columns of a CTA
-    kernels.take_winners[(rows * plan.splits,)](
+    digits.take_winners[(rows * plan.splits,)](
         *(logits, row_starts, row_ends, ties, above.contiguous(), state, out),
         *(width, k, ties.shape[2], rank, plan.splits),
         *_row_strides(logits, row_starts, row_ends, aligned),

@@ -14,7 +14,7 @@ from sparse_attn.device import histogram, pdl
 from sparse_attn.device.bits import popcount
 from sparse_attn.device.order import greater
 from sparse_attn.ops.topk.ranks import fake
-from sparse_attn.ops.topk.ranks.kernels import key_of, range_of
+from sparse_attn.ops.topk.ranks.portable.digits import key_of, range_of
 
 BITS, SHIFTS = tl.constexpr(fake.BITS), tl.constexpr(fake.SHIFTS)
 MINUS_INF_BITS = tl.constexpr(-8388608)

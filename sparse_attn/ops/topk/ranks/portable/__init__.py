@@ -1,0 +1,1 @@
+"""Kernels in Triton that every GPU runs."""
