@@ -1,7 +1,7 @@
 """Argument checks shared by every public function: they name the argument, what came and what is allowed.
 
 They look at shapes, dtypes, strides and devices only, so they cost no synchronisation and vanish under torch.compile.
-An eager call that looks like one that passed them is spared them (``Guard``).
+An eager call that looks like one that passed is not checked again (``Guard``).
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ class Guard:
 
     Two calls look the same where tensors agree in dtype, shape, strides, storage offset and device, all other
     arguments are equal and of one type, and grad mode is the same. It holds no tensor, and threads may share it.
-    Whatever is traced is always checked; so are calls with subclasses of Tensor, or with values that may change.
+    Whatever is traced is always checked; so are calls with tensors without strides, with subclasses of Tensor, and
+    with values that may change or have no hash.
     """
 
     MOST = 64  # looks it remembers: call sites of a model times its kinds of steps
@@ -177,21 +178,21 @@ class Guard:
             return UNKNOWN
         looks: list = [torch.is_grad_enabled()]
         waiting = list(arguments)
-        try:
-            for value in waiting:  # which grows
-                kind = type(value)
-                if kind is torch.Tensor or kind is torch.nn.Parameter:
-                    if value.layout is not torch.strided:
-                        return UNKNOWN
-                    looks += kind, value.dtype, value.shape, value.stride(), value.storage_offset(), value.device
-                elif kind in VALUES or _is_value(kind):
-                    looks += kind, value
-                elif isinstance(value, tuple):
-                    looks += kind, len(value)
-                    waiting += value
-                else:
+        for value in waiting:  # which grows
+            kind = type(value)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                if value.layout is not torch.strided:
                     return UNKNOWN
-            found = tuple(looks)
+                looks += kind, value.dtype, value.shape, value.stride(), value.storage_offset(), value.device
+            elif kind in VALUES or _is_value(kind):
+                looks += kind, value
+            elif isinstance(value, tuple):
+                looks += kind, len(value)
+                waiting += value
+            else:
+                return UNKNOWN
+        found = tuple(looks)
+        try:
             return None if found in self._passed else found
         except TypeError:  # a frozen value may hold what has no hash
             return UNKNOWN
