@@ -33,11 +33,12 @@ def num_decode_rows(plan: StepPlan | CompressedPlan) -> int:
 
 
 class Search(NamedTuple):
-    """What rows of a step are to be selected from.
+    """The selection a step asks for: its index queries, and the keys each of them chooses ``top_k`` of.
 
-    query: the step's index queries, as indexer_q_rope_quant gives them, and weights [tokens, heads]. cache: index keys,
-    this step's included. plan: how many keys each row sees, and where the keys of prefill requests lie once gathered;
-    keys of tokens (StepPlan) or of entries (CompressedPlan). top_k: keys of a row.
+    query: the step's index queries, as indexer_q_rope_quant gives them, and weights [tokens, heads]. cache: index keys
+    in blocks of ``layout``, this step's included. block_table: of all requests, decodes first. plan: how many keys each
+    row sees, and where the keys of prefill requests lie once gathered; keys of tokens (StepPlan) or of entries
+    (CompressedPlan).
     """
 
     query: QuantisedQuery
