@@ -24,10 +24,10 @@ V4_LAYER = dict(num_hidden_layers=1, layer_types=["compressed_sparse_attention"]
 WIDE = ("norm", "sinks", "position_bias")  # of V4 transformers loads these in fp32, whatever the others' dtype
 
 
-def made(run: Run, kind: Callable[..., torch.nn.Module], *arguments: object) -> torch.nn.Module:
-    """The layer ``kind(*arguments)`` with random bf16 weights, made where it runs; norms stay as they are."""
+def made(run: Run, layer_type: Callable[..., torch.nn.Module], config: object) -> torch.nn.Module:
+    """Layer 0 of ``config`` with random bf16 weights, made where it runs; norms stay as they are."""
     with torch.device(run.device):
-        layer = kind(*arguments).bfloat16().eval().requires_grad_(False)
+        layer = layer_type(config, 0).bfloat16().eval().requires_grad_(False)
     for weight in layer.parameters():
         weight.normal_(std=0.02) if weight.dim() == 2 else weight.fill_(1.0)
     return layer
@@ -57,7 +57,7 @@ def latent_call(run: Run, kind: str, context: int, rows: int) -> Callable[[], ob
 
     sizes = run.pick({}, TINY_V32)
     config = modeling.DeepseekV32Config(num_hidden_layers=1, **ROPE, **sizes, attn_implementation=kind)
-    layer, past = made(run, modeling.DeepseekV32Attention, config, 0), context - rows
+    layer, past = made(run, modeling.DeepseekV32Attention, config), context - rows
     run_layer = compiled(run, layer, rows) if kind == OURS else layer
     cache = StaticCache(config=config, max_cache_len=context)
     hidden = torch.randn(1, rows, config.hidden_size, dtype=torch.bfloat16, device=run.device)
@@ -97,7 +97,7 @@ def v4(run: Run, kind: str) -> V4:
 
     config = modeling.DeepseekV4Config(**V4_LAYER, **run.pick({}, TINY_V4), attn_implementation=kind)
     rotary = modeling.DeepseekV4RotaryEmbedding(config).to(run.device)
-    layer = made(run, modeling.DeepseekV4Attention, config, 0)
+    layer = made(run, modeling.DeepseekV4Attention, config)
     for name, weight in layer.named_parameters():
         if any(part in name for part in WIDE):
             weight.data = weight.float()
