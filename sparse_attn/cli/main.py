@@ -100,17 +100,17 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", required=True, metavar="{generate,info,plan,quality,explain,write-checkpoint}"
     )
-    continued = commands.add_parser("generate", help="continue a text", description="Continue a text.")
-    add_generate(continued)
-    continued.set_defaults(run=run_generate)
+    generating = commands.add_parser("generate", help="continue a text", description="Continue a text.")
+    add_generate(generating)
+    generating.set_defaults(run=run_generate)
     shown = commands.add_parser("info", help="the machine, and which implementation each operator takes")
     shown.epilog = "example: info --short"
     shown.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     shown.add_argument("--short", action="store_true", help="the machine alone")
     shown.set_defaults(run=run_info)
-    bounded = commands.add_parser("plan", help="bytes of weights, caches, workspace and activations at given bounds")
-    add_plan(bounded)
-    bounded.set_defaults(run=run_plan)
+    planning = commands.add_parser("plan", help="bytes of weights, caches, workspace and activations at given bounds")
+    add_plan(planning)
+    planning.set_defaults(run=run_plan)
     quality_report.add(commands.add_parser("quality", help="what a checkpoint is worth, path by path"))
     explain.add(commands.add_parser("explain", help="which kernel a call takes on a GPU, and why"))
     write_checkpoint.add(commands.add_parser("write-checkpoint", help="random weights in a form that is published"))
