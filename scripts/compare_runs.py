@@ -6,7 +6,8 @@
     python scripts/compare_runs.py --run CHECKOUT --part suites:1/3
 
 A suite is slower by the geometric mean of its cases' new / old. Suites that time the host are listed and exempt; so is
-what one run alone has, but for a suite that the new run lost.
+what one run alone has, but for a suite that the new run lost. What a case's name has in parentheses is measured, too,
+and names no case.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -119,16 +121,20 @@ def take_turns(names: list[str], old: Measure, new: Measure, rounds: int) -> tup
                 if bad:
                     failed.append(f"{name} ({('old', 'new')[which]})")
                 for record in records:
-                    key = record["suite"], record["case"]
+                    key = key_of(record)
                     if key not in best[which] or record["us"] < best[which][key]["us"]:
                         best[which][key] = record
     return list(best[0].values()), list(best[1].values()), failed
 
 
+def key_of(record: dict) -> tuple[str, str]:
+    return record["suite"], re.sub(r" \(.*?\)", "", record["case"])
+
+
 def report(old: list[dict], new: list[dict]) -> int:
     """Print each suite's geometric mean of new / old; 1 where one is more than 1% slower, or is not in the new run, or
     no case is in both."""
-    before, after = ({(record["suite"], record["case"]): record["us"] for record in records} for records in (old, new))
+    before, after = ({key_of(record): record["us"] for record in records} for records in (old, new))
     slower, compared = [], 0
     for suite in sorted({suite for suite, _ in [*before, *after]}):
         both = [key for key in before if key in after and key[0] == suite]

@@ -129,12 +129,13 @@ def _read_all(files: list[Path], pinned: torch.Tensor) -> float:
 def real_share(run: Run) -> Iterator[Record]:
     "A rank's share of all layers of V3.2 (1/8) and V4-Flash (1/2), packed, by a captured step; less if it must."
     context, batches = run.pick(8192, 64), run.pick((1, 8, 64), (2,))
+    others = 0 if run.dry else torch.cuda.memory_allocated()
     for name, ranks in run.pick(SHARES, (("tiny_glm5", 2), ("tiny_v4", 2))):
         spec, ranks = fitting_share(run, name, ranks, step_bounds(preset(name), batches[-1], context))
         params = random_packed_params(spec, 0, run.device)
         model = Model(spec, params, cache_layouts(spec, "fp8"))
         for batch in batches:
-            yield _decoded(run, model, f"{name} 1/{ranks}, requests {batch}", batch, context)
+            yield _decoded(run, model, f"{name} 1/{ranks}, requests {batch}", batch, context, others)
         del params, model
         gc.collect()  # a model's forward refers to the model
         if not run.dry:
@@ -204,7 +205,8 @@ def step_us(graph: DecodeGraph, steps: int, rounds: int = 3) -> float:
     return min(times)
 
 
-def _decoded(run: Run, model: Model, case: str, batch: int, context: int) -> Record:
+def _decoded(run: Run, model: Model, case: str, batch: int, context: int, others: int) -> Record:
+    """others: bytes that earlier suites left allocated."""
     spec, bounds, steps = model.spec, step_bounds(model.spec, batch, context), run.pick(50, 2)
     if not run.dry:
         torch.cuda.reset_peak_memory_stats()
@@ -216,7 +218,7 @@ def _decoded(run: Run, model: Model, case: str, batch: int, context: int) -> Rec
     held = sum(map(bytes_of, model.params.values()))
     assert sum(weights.values()) == held, (weights, held)
     cached = sum(use.nbytes for use in cache_uses(spec, model.layouts, bounds))
-    peak = torch.cuda.max_memory_allocated()
+    peak = torch.cuda.max_memory_allocated() - others
     kinds = ", ".join(f"{kind} {nbytes / 1e9:.2f}" for kind, nbytes in weights.items() if nbytes)
     case += f" (GB: {kinds}; caches {cached / 1e9:.2f}, steps {(peak - held - cached) / 1e9:.2f}, all {peak / 1e9:.2f})"
     return Record(case, us, floor_us=run.floor(Work(weights_read(model, weights, batch))))

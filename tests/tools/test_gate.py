@@ -239,6 +239,13 @@ def test_suites_that_got_slower_are_told(tmp_path, capsys, old, new, code, said)
     assert said in capsys.readouterr().out
 
 
+def test_what_a_case_measured_in_parentheses_does_not_name_it():
+    from compare_runs import report
+
+    old, new = ([{"suite": "a", "case": f"x ({gb} GB), y", "us": us}] for gb, us in ((1, 10.0), (2, 11.0)))
+    assert report(old, new) == 1 and report(old, old) == 0
+
+
 def test_the_recorded_run_can_be_compared(capsys):
     import compare_runs
     from benchmarks.registry import HOST_TIMED, all_suites
