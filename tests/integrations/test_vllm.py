@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparse_attn.layout import LatentFp8Layout
+
 ENGINE = Path(__file__).resolve().parents[1] / "support" / "vllm_engine.py"
 LENGTHS, TOKENS = (5, 37, 130, 301), 24
 pytestmark = [
@@ -93,15 +95,17 @@ def expected(folder_of, monkeypatch):
     """Greedy tokens of transformers' eager forward, of equal scores the first; index queries and keys as they are
     ``kept``."""
 
-    def tokens(kind, prompts, counts, kept="fp32", dtype=torch.float32):
+    def tokens(kind, prompts, counts, kept="fp32", records=False):
         import transformers
 
         monkeypatch.setattr(torch.Tensor, "topk", stable_topk)
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder_of(kind), dtype=dtype, attn_implementation="eager"
+            folder_of(kind), dtype=torch.float32, attn_implementation="eager"
         ).eval()
         if kept == "fp8":
             round_indexers(model)
+        if records:
+            round_latents(model)
         found = []
         with torch.no_grad():
             for prompt, count in zip(prompts, counts):
@@ -142,6 +146,21 @@ def round_indexers(model):
             layer.self_attn.indexer.forward = forward.__get__(layer.self_attn.indexer)
 
 
+def round_latents(model):
+    """Have latents and turned keys rounded as records of 656 bytes keep them."""
+    layout = LatentFp8Layout(model.config.kv_lora_rank, model.config.qk_rope_head_dim, scale_rule="pow2")
+    for layer in model.model.layers:
+
+        def rounded(latent, rope, expand=layer.self_attn.expand_kv):
+            rows = torch.cat([latent, rope], -1).flatten(0, -2)
+            cache, slots = torch.zeros(1, len(rows), layout.row, dtype=torch.uint8), torch.arange(len(rows))
+            layout.encode(cache, slots, rows)
+            kept = layout.decode(cache, slots).view(*latent.shape[:-1], -1)
+            return expand(*kept.split([latent.shape[-1], rope.shape[-1]], -1))
+
+        layer.self_attn.expand_kv = rounded
+
+
 def engine(folder, prompts=(), counts=(), index="fp32", variable="1", env=None, **job):
     """(tokens or None, what the process said)."""
     args = dict(max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=1024, dtype="float32", enforce_eager=True)
@@ -168,6 +187,21 @@ def test_greedy_tokens_are_those_of_transformers(folder_of, expected, kind, inde
     found, said = engine(folder_of(kind), prompts, counts, index)
     assert found == expected(kind, prompts, counts, index), said
     assert said.count("sparse_attn has indexers, selection, cache writes and attention of Multi") == 1
+
+
+@pytest.mark.parametrize("index", ["fp32", "fp8"])
+def test_latents_in_records_of_656_bytes(folder_of, expected, index):
+    prompts, counts = prompts_of(), [TOKENS] * 4
+    found, said = engine(folder_of("v32_wide"), prompts, counts, index, args=dict(kv_cache_dtype="fp8_ds_mla"))
+    assert found == expected("v32_wide", prompts, counts, index, records=True), said
+
+
+def test_a_model_and_caches_in_bf16(folder_of):
+    """No forward rounds alike, so no tokens are compared: of a prompt, alone and in company, they are the same."""
+    prompts, counts, args = prompts_of(), [TOKENS] * 4, dict(dtype="bfloat16")
+    together, said = engine(folder_of("v32"), prompts, counts, "bf16", args=args)
+    alone, said = engine(folder_of("v32"), prompts, counts, "bf16", args=args | dict(max_num_seqs=1))
+    assert together and [len(one) for one in together] == counts and together == alone, said
 
 
 def test_steps_of_decode_and_prefill_rows(folder_of, expected):

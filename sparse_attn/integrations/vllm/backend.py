@@ -143,7 +143,7 @@ class SparseAttnImpl(MLAAttentionImpl[SparseAttnMetadata]):
 
     def _layout(self, cache: torch.Tensor) -> LatentFp8Layout | PlainLayout:
         if self.fp8:
-            return LatentFp8Layout(self.latent, self.rope)
+            return LatentFp8Layout(self.latent, self.rope, scale_rule="pow2")  # as vLLM 0.33 writes these records
         return PlainLayout(PLAIN_NAME[cache.dtype], self.latent, self.rope)
 
     def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale) -> None:
