@@ -84,6 +84,7 @@ class SparseAttnMetadataBuilder(AttentionMetadataBuilder[SparseAttnMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SparseAttnMetadata:
         common = common_attn_metadata
+        refuse([] if common.causal is True else ["causal: got rows that see later ones, allowed: True"])
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
         return SparseAttnMetadata(common.num_actual_tokens, decodes, prefills, decode_tokens, common)
 

@@ -50,9 +50,8 @@ def sparse_attn_select(
         return
     cache = context.no_compile_layers[name].kv_cache
     plan = found[STEP].plan if STEP in found else context.attn_metadata[name].plan()
-    layouts = CacheLayouts(
-        kv=cast(Any, None), index=index_layout(cache.dtype, keys.shape[1])
-    )  # latents are attention's
+    layout = index_layout(cache.dtype, keys.shape[1])
+    layouts = CacheLayouts(kv=cast(Any, None), index=layout)  # latents are attention's
     rows = plan.slot_mapping.shape[0]
     write_index_keys(keys[:rows], cache, plan, layouts=layouts)
     query_rows = QuantisedQuery(query[:rows], weights[:rows])
