@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 
@@ -161,6 +162,17 @@ def round_latents(model):
         layer.self_attn.expand_kv = rounded
 
 
+def left_of(session):
+    """Processes of a session that still run after ten seconds."""
+    for _ in range(100):
+        listed = subprocess.run(["ps", "-s", str(session), "-o", "pid=,stat=,args="], capture_output=True, text=True)
+        left = [line for line in listed.stdout.splitlines() if line.split()[1][0] != "Z"]
+        if not left:
+            break
+        time.sleep(0.1)
+    return left
+
+
 def engine(folder, prompts=(), counts=(), index="fp32", variable="1", env=None, **job):
     """(tokens or None, what the process said)."""
     args = dict(max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=1024, dtype="float32", enforce_eager=True)
@@ -170,14 +182,18 @@ def engine(folder, prompts=(), counts=(), index="fp32", variable="1", env=None, 
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
         HF_HUB_OFFLINE="1", SPARSE_ATTN_VLLM_INDEX_CACHE=index, SPARSE_ATTN_VLLM=variable,
     )  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-P", str(ENGINE)], input=json.dumps(job), env=os.environ | settings | (env or {}),
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    said = done.stdout + done.stderr
+    shared = set(os.listdir("/dev/shm"))
+    with subprocess.Popen(
+        [sys.executable, "-P", str(ENGINE)], env=os.environ | settings | (env or {}), text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    ) as done:  # fmt: skip
+        out, errors = done.communicate(json.dumps(job), timeout=600)
+    said = out + errors
+    assert not left_of(done.pid), said
+    assert set(os.listdir("/dev/shm")) <= shared, said
     if done.returncode:
         return None, said
-    return json.loads(done.stdout.rpartition("TOKENS ")[2].splitlines()[0]), said
+    return json.loads(out.rpartition("TOKENS ")[2].splitlines()[0]), said
 
 
 @pytest.mark.parametrize("kind", ["v32", "glm5", "glm5_shared"])
