@@ -220,9 +220,11 @@ def test_a_model_and_caches_in_bf16(folder_of):
     assert together and [len(one) for one in together] == counts and together == alone, said
 
 
-def test_steps_of_decode_and_prefill_rows(folder_of, expected):
+@pytest.mark.parametrize("processes", ["0", "1"])  # the engine in this process, or in one of its own
+def test_steps_of_decode_and_prefill_rows(folder_of, expected, processes):
     prompts, counts = prompts_of(), [24, 12, 24, 24]  # the second ends early, and the fourth joins decode rows
-    found, said = engine(folder_of("v32"), prompts, counts, "fp8", args=dict(max_num_seqs=3))
+    env, args = dict(VLLM_ENABLE_V1_MULTIPROCESSING=processes), dict(max_num_seqs=3)
+    found, said = engine(folder_of("v32"), prompts, counts, "fp8", env=env, args=args)
     assert found == expected("v32", prompts, counts, "fp8"), said
 
 
