@@ -35,14 +35,16 @@ def plan_of_the_step_before(layer, backend):
 
 
 def ties_turned_round(layer, backend):
-    """Of equal scores the last: keys, whose order is that of their slots, are scored in the opposite order."""
+    """Of equal scores the last: the first of the columns in the opposite order."""
     from sparse_attn.ops.topk.select import reference
 
     def last(logits, row_starts, row_ends, k):
         width = logits.shape[1]
-        found = first(logits.flip(1), width - row_ends, width - row_starts, k)
-        values = torch.where(found < 0, width, width - 1 - found).sort(1).values
-        return torch.where(values == width, -1, values).to(found.dtype)
+        starts = torch.zeros(len(logits), dtype=torch.int32) if row_starts is None else row_starts
+        ends = torch.full_like(starts, width) if row_ends is None else row_ends
+        found = first(logits.flip(1), width - ends, width - starts, k)
+        keys = torch.where(found < 0, width, (ends - starts).unsqueeze(1) - 1 - found).sort(1).values
+        return torch.where(keys == width, -1, keys).to(found.dtype)
 
     first, reference.top_k_per_row = reference.top_k_per_row, last
 
