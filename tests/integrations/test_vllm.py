@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.parity import stable_topk
 
 from sparse_attn.layout import LatentFp8Layout
 
@@ -86,11 +87,6 @@ def prompts_of(lengths=LENGTHS, seed=5):
     return [torch.randint(3, 320, (length,), generator=generator).tolist() for length in lengths]
 
 
-def stable_topk(self, k, dim=-1, largest=True, sorted=True):
-    values, indices = torch.sort(self, dim=dim, descending=largest, stable=True)
-    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
-
-
 @pytest.fixture
 def expected(folder_of, monkeypatch):
     """Greedy tokens of transformers' eager forward, of equal scores the first; index queries and keys as they are
@@ -135,8 +131,8 @@ def round_indexers(model):
         rope = self.qk_rope_head_dim
         q = self.wq_b(latent).unflatten(-1, (self.n_heads, self.head_dim))
         k = self.k_norm(self.wk(hidden)).unsqueeze(2)
-        turned = rotate(q[..., :rope], k[..., :rope], *embeddings, unsqueeze_dim=2)
-        q, k = (rounded(torch.cat([head, x[..., rope:]], -1)) for head, x in zip(turned, (q, k)))
+        rotated = rotate(q[..., :rope], k[..., :rope], *embeddings, unsqueeze_dim=2)
+        q, k = (rounded(torch.cat([head, x[..., rope:]], -1)) for head, x in zip(rotated, (q, k)))
         weights = self.weights_proj(hidden).float() * self.n_heads**-0.5 * self.head_dim**-0.5
         scores = torch.einsum("bsh,bsht->bst", weights, torch.einsum("bshd,btxd->bsht", q, k).relu())
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
@@ -148,7 +144,7 @@ def round_indexers(model):
 
 
 def round_latents(model):
-    """Have latents and turned keys rounded as records of 656 bytes keep them."""
+    """Have latents and rotated keys rounded as records of 656 bytes keep them."""
     layout = LatentFp8Layout(model.config.kv_lora_rank, model.config.qk_rope_head_dim, scale_rule="pow2")
     for layer in model.model.layers:
 
