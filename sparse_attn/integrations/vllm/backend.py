@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config
@@ -47,11 +47,7 @@ class SparseAttnMetadata(AttentionMetadata):
     def plan(self) -> StepPlan:
         """What an indexer asks for once a step. It is built within the forward: a captured graph then reads vLLM's own
         persistent tensors."""
-        common, requests, kv_capacity = self.common, self.common.num_reqs, 0
-        if self.num_prefills:
-            lengths = common.seq_lens_cpu_upper_bound
-            lengths = common.seq_lens.cpu() if lengths is None else lengths
-            kv_capacity = int(lengths[self.num_decodes : requests].sum())
+        common, requests = self.common, self.common.num_reqs
         return build_step_plan(
             common.query_start_loc[: requests + 1].int(),
             common.seq_lens[:requests].int(),
@@ -59,7 +55,7 @@ class SparseAttnMetadata(AttentionMetadata):
             common.slot_mapping[: self.num_actual_tokens].long(),
             max_context=int(common.max_seq_len),
             num_decodes=self.num_decodes,
-            kv_capacity=kv_capacity,
+            kv_capacity=int(common.seq_lens_cpu_upper_bound[self.num_decodes : requests].sum()),
         )
 
 
@@ -84,7 +80,8 @@ class SparseAttnMetadataBuilder(AttentionMetadataBuilder[SparseAttnMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SparseAttnMetadata:
         common = common_attn_metadata
-        refuse([] if common.causal is True else ["causal: got rows that see later ones, allowed: True"])
+        if common.causal is not True:
+            refuse(["causal: got rows that see later ones, allowed: True"])
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
         return SparseAttnMetadata(common.num_actual_tokens, decodes, prefills, decode_tokens, common)
 
@@ -122,18 +119,14 @@ class SparseAttnImpl(MLAAttentionImpl[SparseAttnMetadata]):
     supports_pcp = False
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: list[float] | None,
-        sliding_window: int | None, kv_cache_dtype: str, logits_soft_cap: float | None, attn_type: str,
-        kv_sharing_target_layer_name: str | None, *, kv_lora_rank: int, **others: Any,
-    ):  # fmt: skip
+        self, num_heads: int, head_size: int, scale: float, *, kv_cache_dtype: str, kv_lora_rank: int, **given
+    ):
         rope = head_size - kv_lora_rank
-        unknown = dict(
-            alibi_slopes=alibi_slopes, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap,
-            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-        )  # fmt: skip
-        refuse([f"{name}: got {value}, allowed: None" for name, value in unknown.items() if value])
-        refuse(problems_of(get_current_vllm_config()))
-        refuse(problems_of_cache(kv_cache_dtype, kv_lora_rank, rope))
+        none = ("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name")
+        problems = [f"{name}: got {given[name]}, allowed: None" for name in none if given[name] is not None]
+        problems += problems_of(get_current_vllm_config()) + problems_of_cache(kv_cache_dtype, kv_lora_rank, rope)
+        if problems:
+            refuse(problems)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.latent, self.rope, self.fp8 = kv_lora_rank, rope, kv_cache_dtype == FP8_RECORDS
 
@@ -159,9 +152,8 @@ class SparseAttnImpl(MLAAttentionImpl[SparseAttnMetadata]):
         return attend(q, cache, plan, selection, layouts=layouts, scale=self.scale, d_v=self.latent)
 
 
-def refuse(problems: list[str]) -> None:
-    if problems:
-        raise NotImplementedError(f"sparse_attn in vLLM: {'; '.join(problems)}")
+def refuse(problems: list[str]) -> NoReturn:
+    raise NotImplementedError(f"sparse_attn in vLLM: {'; '.join(problems)}")
 
 
 def problems_of(config: VllmConfig) -> list[str]:
@@ -178,7 +170,7 @@ def problems_of(config: VllmConfig) -> list[str]:
     problems = [f"{name}: is set, allowed: not with these layers yet" for name, found in asked.items() if found]
     if model.model_type not in MODELS:
         problems.append(f"model: got {model.model_type}, allowed: {', '.join(MODELS)}")
-    # transformers, which turns pairs whatever is said, leaves the key out of what it saves; vLLM turns halves then.
+    # transformers rotates interleaved pairs whatever is said, and saves no such key; without it vLLM rotates halves.
     if model.model_type == "glm_moe_dsa" and not getattr(model, "indexer_rope_interleave", False):
         problems.append("config.json: got no indexer_rope_interleave, allowed: true for glm_moe_dsa")
     return problems

@@ -64,7 +64,7 @@ direct_register_custom_op(OPERATOR, sparse_attn_select, mutates_args=["order"], 
 
 
 class Rope(torch.nn.Module):
-    """vLLM's rotary embedding by our operator. On a CPU vLLM's own turns no head of a 3-D query right (0.32)."""
+    """vLLM's rotary embedding by our operator: on a CPU vLLM's own rotates 3-D queries wrongly (0.32)."""
 
     def __init__(self, theirs: Any):
         super().__init__()
