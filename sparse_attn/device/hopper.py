@@ -6,12 +6,16 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from sparse_attn.device.pdl import LAUNCH_DEPENDENTS, WAIT
+from sparse_attn.device.triton_private import VERSION
 
 # By their names in triton 3.6 or in later ones.
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
+# mbarrier.expect begins with a barrier of its own: seen in the PTX of triton 3.8, not in that of 3.6.
+EXPECT_WAITS = gl.constexpr(VERSION == (3, 8))  # 3.7 and 3.9 were not seen
+FIRST_LANE = gl.constexpr("shfl.sync.idx.b32 $0, $1, 0, 31, -1;")
 BRANCH = gl.constexpr("""{
 .reg .pred p;
 mov.b32 $0, 0;
@@ -40,9 +44,17 @@ def launch_dependents():
 @gluon.jit
 def signal(bar):
     """Everything this warpgroup did so far is done: say so. (No bytes are expected; behind ``mbarrier.arrive`` the
-    compiler puts a barrier of its own.)"""
-    barrier()
+    compiler puts a barrier of its own, in triton 3.8 before ``expect``, too.)"""
+    if not EXPECT_WAITS:
+        barrier()
     mbarrier.expect(bar, 0)
+
+
+@gluon.jit
+def uniform(number):
+    """``number``, the same in every lane, so that the compiler knows it too and keeps what follows from it in uniform
+    registers. What gl.sum ends in shuffles (triton 3.8) it takes for a number of each lane's own."""
+    return gl.inline_asm_elementwise(FIRST_LANE, "=r,r", [number], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit

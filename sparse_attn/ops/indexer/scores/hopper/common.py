@@ -179,6 +179,24 @@ def maxima_layout(rows, group):
 
 
 @gluon.jit
+def chained_sum(values):
+    """Sum over the last axis, of a thread's own registers: one after the other, so that every addition but one takes a
+    product along (FFMA). A compiler that adds in a tree (triton 3.8) leaves half of the products alone."""
+    parts = (values,)
+    for level in gl.static_range(log2(values.shape[4])):
+        halves = ()
+        for n in gl.static_range(1 << level):
+            half = gl.reshape(parts[n], [BLOCK_KV, values.shape[1], 2, 2, 2, values.shape[4] >> (level + 1)])
+            low, high = gl.split(gl.permute(half, (0, 1, 2, 3, 5, 4)))
+            halves = halves + (low, high)
+        parts = halves
+    total = parts[0]
+    for n in gl.static_range(1, values.shape[4]):
+        total += parts[n]
+    return gl.reshape(total, [BLOCK_KV, values.shape[1], 2, 2])
+
+
+@gluon.jit
 def weighed_sums(product, half_weights, ROWS: gl.constexpr):
     """relu(product) [BLOCK_KV, ROWS * heads] times the weights, over the heads of each row: fp32 [BLOCK_KV, ROWS].
 
@@ -190,7 +208,7 @@ def weighed_sums(product, half_weights, ROWS: gl.constexpr):
     weighed = (product + gl.abs(product)) * gl.expand_dims(half_weights, 0)
     # Add up a thread's columns; of each row four lanes then have a part.
     columns = gl.permute(gl.reshape(weighed, [BLOCK_KV, ROWS, PAIRS, 4, 2]), (0, 1, 3, 2, 4))
-    partial = gl.sum(gl.reshape(columns, [BLOCK_KV, ROWS, 2, 2, PAIRS * 2]), 4)
+    partial = chained_sum(gl.reshape(columns, [BLOCK_KV, ROWS, 2, 2, PAIRS * 2]))
     # Four lanes exchange two of their four scores, then one of two: three shuffles in all.
     partial = gl.sum(gl.convert_layout(partial, scores_layout(ROWS, 2)), 2)
     if ROWS > 1:

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparse_attn.device.hopper import barrier, signal, tma_load, wait
+from sparse_attn.device.hopper import barrier, signal, tma_load, uniform, wait
 from sparse_attn.device.triton_private import aggregate
 from sparse_attn.ops.indexer.scores.hopper.common import (
     BLOCK_KV,
@@ -109,7 +109,7 @@ def find_run(ranges, query_block, query_blocks, BLOCK_Q: gl.constexpr):
         first, skipped, last = search(others, counted, begin, end, first, skipped, last)
         counted += gl.sum(others, 0)
     last = gl.minimum(last + 1, query_blocks)
-    return Run(first, begin - skipped, last, end - begin)
+    return Run(uniform(first), uniform(begin - skipped), uniform(last), uniform(end - begin))
 
 
 @gluon.jit
