@@ -113,11 +113,18 @@ def placed(column, EACH: tl.constexpr):
 
 @triton.jit
 def _dot(values, x, x_inside, J: tl.constexpr, EACH: tl.constexpr, WORDS: tl.constexpr, sums):
-    """sums + values [BLOCK_N, WORDS], codes J, times the transpose of those of the rows at x [BLOCK_M, 1]."""
+    """sums + values [BLOCK_N, WORDS], codes J, times the transpose of those of the rows at x [BLOCK_M, 1].
+
+    A batch of 16 outputs a warp: products of three axes are mma.sync in every triton. Of two axes and 8 rows they are
+    wgmma in triton 3.8, which waits for each and takes all operands but the first through shared memory."""
     word = tl.arange(0, WORDS)
     at = word // 8 * (8 * EACH) + J * 8 + word % 8
     mine = tl.load(x + at[None, :], mask=x_inside[:, None], other=0.0)
-    return cast.dot(values, tl.trans(mine), sums)
+    BLOCK_N: tl.constexpr = values.shape[0]
+    BLOCK_M: tl.constexpr = mine.shape[0]
+    apart = tl.reshape(values, [BLOCK_N // 16, 16, WORDS])
+    mine = tl.broadcast_to(tl.trans(mine)[None, :, :], [BLOCK_N // 16, WORDS, BLOCK_M])
+    return cast.dot(apart, mine, sums)
 
 
 @triton.jit
@@ -148,10 +155,11 @@ def _dot_e2m1(
         sums = _dot(w3, x, x_inside, 3, 8, WORDS, _dot(w2, x, x_inside, 2, 8, WORDS, sums))
         sums = _dot(w5, x, x_inside, 5, 8, WORDS, _dot(w4, x, x_inside, 4, 8, WORDS, sums))
         return _dot(w7, x, x_inside, 7, 8, WORDS, _dot(w6, x, x_inside, 6, 8, WORDS, sums))
-    # Codes of a word behind each other: one product of all columns.
-    even = tl.join(tl.join(w0, w4), tl.join(w2, w6))  # [BLOCK_N, WORDS, code / 4, code / 2 % 2]
-    odd = tl.join(tl.join(w1, w5), tl.join(w3, w7))
-    return _dot_at_once(tl.join(even, odd), x, x_inside, BLOCK_N, BLOCK_K, 8, sums)
+    else:
+        # Codes of a word behind each other: one product of all columns.
+        even = tl.join(tl.join(w0, w4), tl.join(w2, w6))  # [BLOCK_N, WORDS, code / 4, code / 2 % 2]
+        odd = tl.join(tl.join(w1, w5), tl.join(w3, w7))
+        return _dot_at_once(tl.join(even, odd), x, x_inside, BLOCK_N, BLOCK_K, 8, sums)
 
 
 @triton.jit
@@ -169,7 +177,8 @@ def _dot_e4m3(
     if BLOCK_M < WIDE:
         sums = _dot(w1, x, x_inside, 1, 4, WORDS, _dot(w0, x, x_inside, 0, 4, WORDS, sums))
         return _dot(w3, x, x_inside, 3, 4, WORDS, _dot(w2, x, x_inside, 2, 4, WORDS, sums))
-    return _dot_at_once(tl.join(tl.join(w0, w2), tl.join(w1, w3)), x, x_inside, BLOCK_N, BLOCK_K, 4, sums)
+    else:
+        return _dot_at_once(tl.join(tl.join(w0, w2), tl.join(w1, w3)), x, x_inside, BLOCK_N, BLOCK_K, 4, sums)
 
 
 @triton.jit
@@ -232,7 +241,10 @@ def packed_dot(
     WAY: tl.constexpr,
 ):
     """(sums fp32 [BLOCK_N, BLOCK_M]; whether they are wrong, for a scale that FAST cannot take)."""
-    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if CODES == "e2m1" and BLOCK_M < WIDE:
+        sums = tl.zeros([BLOCK_N // 16, 16, BLOCK_M], tl.float32)
+    else:
+        sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if CODES == "e2m1":
         at_word, at_scale = tl.arange(0, BLOCK_K // 8), tl.arange(0, BLOCK_K // 32)
         x_rows = x + x_row[:, None]
@@ -246,6 +258,7 @@ def packed_dot(
                 worst = tl.maximum(worst, scale)
             sums = _dot_e2m1(sums, word, scale, x_rows + k, x_inside, BLOCK_M, BLOCK_N, BLOCK_K, WAY)
         wrong = tl.max(worst) > MOST_FAST_SCALE
+        sums = tl.reshape(sums, [BLOCK_N, BLOCK_M])
     else:
         chunks = _interleaved(words, BLOCK_N, BLOCK_K // 4)
         x_rows = x + x_row[:, None]
@@ -261,8 +274,12 @@ def packed_dot(
             if WAY == FAST:
                 each = (word & 0x7F7F7F7F) + 0x01010101  # bit 7 of a byte: NaN
                 flags |= _gathered(each, BLOCK_N, BLOCK_K // 4)
-            product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            sums += _dot_e4m3(product, word, x_rows + k, x_inside, BLOCK_M, BLOCK_N, BLOCK_K, WAY) * scale[:, None]
+            if BLOCK_M < WIDE:
+                product = tl.zeros([BLOCK_N // 16, 16, BLOCK_M], tl.float32)
+            else:
+                product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            product = _dot_e4m3(product, word, x_rows + k, x_inside, BLOCK_M, BLOCK_N, BLOCK_K, WAY)
+            sums += tl.reshape(product, [BLOCK_N, BLOCK_M]) * scale[:, None]
         if WAY == FAST:  # whatever it is multiplied by, a NaN makes its output NaN
             with_nan = tl.max(tl.where((flags & NAN_FLAGS) != 0, 1, 0), 1) > 0
             sums = tl.where(with_nan[:, None], float("nan"), sums)
