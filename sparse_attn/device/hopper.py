@@ -13,8 +13,8 @@ barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
-# mbarrier.expect begins with a barrier of its own: seen in the PTX of triton 3.8, not in that of 3.6.
-EXPECT_WAITS = gl.constexpr(VERSION == (3, 8))  # 3.7 and 3.9 were not seen
+# mbarrier.expect begins with a barrier of its own: seen in the PTX of triton 3.8 and 3.9, not in that of 3.6.
+EXPECT_WAITS = gl.constexpr(VERSION in ((3, 8), (3, 9)))  # 3.7 was not seen
 FIRST_LANE = gl.constexpr("shfl.sync.idx.b32 $0, $1, 0, 31, -1;")
 BRANCH = gl.constexpr("""{
 .reg .pred p;
@@ -44,7 +44,7 @@ def launch_dependents():
 @gluon.jit
 def signal(bar):
     """Everything this warpgroup did so far is done: say so. (No bytes are expected; behind ``mbarrier.arrive`` the
-    compiler puts a barrier of its own, in triton 3.8 before ``expect``, too.)"""
+    compiler puts a barrier of its own, in triton 3.8 and 3.9 before ``expect``, too.)"""
     if not EXPECT_WAITS:
         barrier()
     mbarrier.expect(bar, 0)
