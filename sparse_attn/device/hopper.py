@@ -65,6 +65,13 @@ def keep_order(number):
 
 
 @gluon.jit
+def here(number):
+    """``number``, which the compiler does not know before this place. Triton 3.9 else computes the matrix descriptors
+    of many products ahead of the first, more than uniform registers hold; ptxas drops the move."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def next_stage(stage, phase, STAGES: gl.constexpr):
     """(stage, phase) of a ring behind these."""
     last = stage == STAGES - 1

@@ -14,7 +14,8 @@ shared-memory map and the schedule of each kernel that runs the seesaw: prefill_
 decode_fp8 (one row).
 
 Shared memory is indexed by an opaque zero made in the loop, because otherwise every matrix descriptor is hoisted out of
-it and spilled. ``mbarrier.arrive`` is one thread and waits for nobody: a barrier of the warpgroup stands before each.
+it and spilled; by ``here`` those of a product are computed behind the one before. ``mbarrier.arrive`` is one thread and
+waits for nobody: a barrier of the warpgroup stands before each.
 """
 
 from triton.experimental import gluon
@@ -27,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparse_attn.device.hopper import signal
+from sparse_attn.device.hopper import here, signal
 from sparse_attn.device.triton_private import aggregate
 from sparse_attn.ops.attention.sparse.hopper.common import BLOCK_M, BLOCK_N, D_ROPE, D_V, Scalar, normalise
 from sparse_attn.ops.attention.sparse.hopper.lazy_rescale import (
@@ -197,8 +198,10 @@ def _qk_rope(q_rope, k_rope, scores):
 def qk0_left(smem, zero, scores):
     # The first product overwrites the accumulator: nobody has to clear it.
     """K0's scores by its left half and its RoPE columns, not awaited. scores: of this type, not read."""
+    zero = here(zero)
     scores = _qk_half(smem.q.index(zero), smem.k.index(zero), scores, 0, True)
     if smem.HAS_ROPE:
+        zero = here(zero)
         scores = _qk_rope(smem.q_rope.index(zero), smem.k_rope.index(zero), scores)
     return scores
 
@@ -210,6 +213,7 @@ def qk0_half(smem, bars, zero, phase, scores, half: gl.constexpr):
     if half == 0:
         return qk0_left(smem, zero, scores)
     else:
+        zero = here(zero)
         return _qk_half(smem.q.index(zero), smem.k.index(zero), scores, 1, False)
 
 
@@ -220,11 +224,14 @@ def qk1(smem, bars, zero, phase):
     # The right half first: it is freed, and so filled, before the left one.
     scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
     wait_k(bars, K1R, phase)
+    zero = here(zero)
     scores = _qk_half(smem.q.index(zero), smem.k.index(zero + 1), scores, 1, True)
     wait_k(bars, K1L, phase)
+    zero = here(zero)
     scores = _qk_half(smem.q.index(zero), smem.k.index(zero + 1), scores, 0, False)
     # K1's RoPE columns are full with its left half.
     if smem.HAS_ROPE:
+        zero = here(zero)
         scores = _qk_rope(smem.q_rope.index(zero), smem.k_rope.index(zero + 1), scores)
     return scores
 
@@ -263,6 +270,7 @@ def wg0_pair(
     # P0 V0l, with P0 out of registers.
     acc = rescale_acc(acc, rescale)
     p0_operand = gl.convert_layout(p0.to(gl.bfloat16), OPERAND)
+    zero = here(zero)
     acc = warpgroup_mma(p0_operand, half_of(smem.k.index(zero), 0), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     # wg0 alone reads K0l, for the last time here.
@@ -283,6 +291,7 @@ def wg0_pair(
     # Only now is acc relative to the maximum that P1 has.
     acc = rescale_acc(acc, rescale)
     mbarrier.wait(bars.p1_full, phase)
+    zero = here(zero)
     pv1 = warpgroup_mma(smem.p1.index(zero), half_of(smem.k.index(zero + 1), 0), acc, is_async=True)
     return pv1, m_new, l
 
@@ -316,6 +325,7 @@ def wg1_pair(
     # P1 V1r out of registers, begun; P1 goes to wg0 meanwhile.
     rounded = p1.to(gl.bfloat16)
     p1_operand = gl.convert_layout(rounded, OPERAND)
+    zero = here(zero)
     acc = warpgroup_mma(p1_operand, half_of(smem.k.index(zero + 1), 1), acc, is_async=True)
     smem.row_sum.index(1).store(l)
     if smem.HAS_MAX:
@@ -326,6 +336,7 @@ def wg1_pair(
     signal(bars.p1_full)
     # P0 V0r, with wg0's P0 out of shared memory.
     mbarrier.wait(bars.p0_full, phase)
+    zero = here(zero)
     p0 = smem.p0.index(zero + smem.HAS_ROPE)
     acc = warpgroup_mma(p0, half_of(smem.k.index(zero), 1), acc, is_async=True)
     # P1 V1r is done, P0 V0r may still run: K1r is free before K0r.

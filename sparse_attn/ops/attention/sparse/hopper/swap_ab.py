@@ -27,8 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparse_attn.device.hopper import async_load, barrier, launch_dependents, signal, wait
-from sparse_attn.device.triton_private import aggregate
+from sparse_attn.device.hopper import async_load, barrier, here, launch_dependents, signal, wait
+from sparse_attn.device.triton_private import VERSION, aggregate
 from sparse_attn.ops.attention.sparse.hopper.common import (
     BLOCK_N,
     D_ROPE,
@@ -62,6 +62,9 @@ from sparse_attn.ops.attention.sparse.hopper.swap_ab_load import (
 from sparse_attn.ops.attention.sparse.hopper.swap_ab_planar import PlanarCodes, dequant_planar, load_planar
 
 WARPS = gl.constexpr(4)
+# A tile's scores are so many products of as many columns. Triton 3.9 computes all descriptors of a product ahead of it:
+# 64 do not fit in uniform registers, 32 do.
+QK_PARTS = gl.constexpr(2 if VERSION >= (3, 9) else 1)
 
 
 @aggregate
@@ -111,9 +114,14 @@ def _transposed(k, q, scores, ADD: gl.constexpr):
 @gluon.jit
 def _qk(smem, nothing, zero, stage):
     """S^T of the tile in ``stage``, not awaited."""
-    scores = _transposed(smem.k.index(stage), smem.q.index(zero), nothing, False)
+    WIDTH: gl.constexpr = D_V // QK_PARTS
+    scores = nothing
+    for part in gl.static_range(QK_PARTS):
+        k = smem.k.index(here(stage)).slice(part * WIDTH, WIDTH, dim=1)
+        q = smem.q.index(here(zero)).slice(part * WIDTH, WIDTH, dim=1)
+        scores = _transposed(k, q, scores, part > 0)
     if smem.HAS_ROPE:
-        scores = _transposed(smem.k_rope.index(stage), smem.q_rope.index(zero), scores, True)
+        scores = _transposed(smem.k_rope.index(here(stage)), smem.q_rope.index(here(zero)), scores, True)
     return scores
 
 
@@ -224,15 +232,12 @@ def _consume(
             acc = acc * rescale
         # A thread sums its own keys: nothing crosses threads until the end.
         l = l + p
-        pv = warpgroup_mma(smem.k.index(stage).permute((1, 0)), smem.p.index(zero), acc, is_async=True)
+        pv = warpgroup_mma(smem.k.index(here(stage)).permute((1, 0)), smem.p.index(here(zero)), acc, is_async=True)
         if tile + 1 < tiles:
             _wait_k(bars, tile + 1)
             pending = _qk(smem, nothing, zero, 1 - stage)
-            # One or two products of scores may be pending: PV is older, and done.
-            if smem.HAS_ROPE:
-                acc = warpgroup_mma_wait(2, deps=(pv,))
-            else:
-                acc = warpgroup_mma_wait(1, deps=(pv,))
+            # Products of scores may be pending: PV is older, and done.
+            acc = warpgroup_mma_wait(QK_PARTS + smem.HAS_ROPE, deps=(pv,))
             signal(bars.k_empty.index(stage))
             scores = warpgroup_mma_wait(0, deps=(pending,))
         else:
