@@ -190,7 +190,7 @@ def chained_sum(values):
             low, high = gl.split(gl.permute(half, (0, 1, 2, 3, 5, 4)))
             halves = halves + (low, high)
         parts = halves
-    total = parts[0]
+    total = parts[0]  # pyright: ignore[reportGeneralTypeIssues]  as many as columns
     for n in gl.static_range(1, values.shape[4]):
         total += parts[n]
     return gl.reshape(total, [BLOCK_KV, values.shape[1], 2, 2])
