@@ -33,6 +33,14 @@ VLLM = {
         "MultiHeadLatentAttentionWrapper.__init__", "MultiHeadLatentAttentionWrapper.forward", "MLAModules",
     ],
     "model_executor/models/deepseek_v2.py": ["DeepseekV32IndexerCache.__init__", "Indexer.__init__", "Indexer.forward"],
+    "model_executor/models/registry.py": ["_ModelRegistry.register_model"],
+    "models/deepseek_v4/attention.py": ["DeepseekV4Attention.__init__", "DeepseekV4Attention.get_attn_backend"],
+    "models/deepseek_v4/compressor.py": ["CompressorMetadata", "CompressorStateCache.get_attn_backend"],
+    "models/deepseek_v4/cpu/cpu_sparse.py": [
+        "DeepseekV4CPUAttention.__init__", "DeepseekV4CPUAttention._sparse_indexer_and_attn",
+        "DeepseekV4CPUIndexer.forward",
+    ],
+    "models/deepseek_v4/cpu/model.py": ["DeepseekV4DecoderLayer.__init__", "DeepseekV4ForCausalLM.__init__"],
     "platforms/interface.py": ["Platform.get_attn_backend_cls"],
     "plugins/__init__.py": ["load_general_plugins"],
     "utils/torch_utils.py": ["direct_register_custom_op"],
@@ -42,6 +50,7 @@ VLLM = {
         "CommonAttentionMetadata",
         "MLAAttentionImpl.__init__", "MLAAttentionImpl.do_kv_cache_update", "MLAAttentionImpl.forward_mqa",
     ],
+    "v1/attention/backends/mla/indexer.py": ["DeepseekV4IndexerBackend.supported_kv_cache_layouts"],
     "v1/attention/backends/registry.py": ["register_backend"],
     "v1/attention/backends/utils.py": ["split_decodes_and_prefills"],
 }  # fmt: skip

@@ -43,6 +43,10 @@ def test_every_version_that_is_taken_was_compared():
     ("v1/attention/backend.py:AttentionMetadataBuilder.build", "backend.py", "SparseAttnMetadataBuilder.build"),
     ("v1/attention/backend.py:MLAAttentionImpl.do_kv_cache_update", "backend.py", "SparseAttnImpl.do_kv_cache_update"),
     ("v1/attention/backend.py:MLAAttentionImpl.forward_mqa", "backend.py", "SparseAttnImpl.forward_mqa"),
+    ("v1/attention/backend.py:AttentionMetadataBuilder.__init__", "windowed.py", "WindowedMetadataBuilder.__init__"),
+    ("v1/attention/backend.py:AttentionMetadataBuilder.build", "windowed.py", "WindowedMetadataBuilder.build"),
+    ("models/deepseek_v4/cpu/cpu_sparse.py:DeepseekV4CPUAttention._sparse_indexer_and_attn", "windowed.py",
+     "SparseAttnWindowedAttention._sparse_indexer_and_attn"),
     ("platforms/interface.py:Platform.get_attn_backend_cls", "hooks.py", "install.get_attn_backend_cls"),
 ])  # fmt: skip
 def test_what_vllm_calls_has_its_parameters(hooks, hook, file, name):
@@ -61,6 +65,7 @@ def test_what_takes_more_takes_theirs(hooks):
 
 @pytest.mark.parametrize("hooks", versions())
 @pytest.mark.parametrize("file, variable, fields", [
+    ("windowed.py", "common", "v1/attention/backend.py:CommonAttentionMetadata"),
     ("backend.py", "common", "v1/attention/backend.py:CommonAttentionMetadata"),
     ("layer.py", "context", "forward_context.py:ForwardContext"),
 ])  # fmt: skip
@@ -87,10 +92,12 @@ def asked(sparse):
 
 module("vllm", __version__=VERSION)
 module("vllm.platforms", current_platform=Platform())
+registry, models = types.SimpleNamespace(register_model=lambda name, place: models.update({name: place})), {}
+module("vllm.model_executor.models", ModelRegistry=registry)
 from sparse_attn.integrations.vllm import register
 before = set(sys.modules)
 register(), register()
-print(asked(False), sorted(set(sys.modules) - before))
+print(asked(False), sorted(set(sys.modules) - before), *models)
 try:
     print(asked(True))
 except RuntimeError as error:
@@ -101,11 +108,11 @@ except RuntimeError as error:
 @pytest.mark.parametrize("version, variable, said", [
     ("0.32.0", None, "theirs []\ntheirs"),
     ("0.32.0", "0", "theirs []\ntheirs"),
-    ("9.1.0", "1", "theirs ['sparse_attn.integrations.vllm.hooks']\nSPARSE_ATTN_VLLM is set, and sparse_attn cannot serve "
+    ("9.1.0", "1", "theirs ['sparse_attn.integrations.vllm.hooks'] DeepseekV4ForCausalLM\nSPARSE_ATTN_VLLM is set, and sparse_attn cannot serve "
      "this vLLM: vllm: got version 9.1.0, allowed: 0.32"),
-    ("0.32.0", "yes", "theirs ['sparse_attn.integrations.vllm.hooks']\nSPARSE_ATTN_VLLM is set, and sparse_attn cannot "
+    ("0.32.0", "yes", "theirs ['sparse_attn.integrations.vllm.hooks'] DeepseekV4ForCausalLM\nSPARSE_ATTN_VLLM is set, and sparse_attn cannot "
      "serve this vLLM: SPARSE_ATTN_VLLM: got 'yes', allowed: 1, or 0 for vLLM's own"),
-    ("0.32.0", "1", "theirs ['sparse_attn.integrations.vllm.hooks']\nSPARSE_ATTN_VLLM is set, and sparse_attn cannot "
+    ("0.32.0", "1", "theirs ['sparse_attn.integrations.vllm.hooks'] DeepseekV4ForCausalLM\nSPARSE_ATTN_VLLM is set, and sparse_attn cannot "
      "serve this vLLM: No module named 'vllm.v1'; 'vllm' is not a package"),
 ])  # fmt: skip
 def test_the_entry_point_raises_nothing_and_sparse_layers_what_went_wrong(version, variable, said):

@@ -1,9 +1,10 @@
-"""vLLM runs DeepSeek-V3.2 and GLM-5 with these operators where SPARSE_ATTN_VLLM=1 is set, and as ever where it is not.
+"""vLLM runs DSA models with these operators where SPARSE_ATTN_VLLM=1 is set, and as ever where it is not.
 
 ``register`` is the entry point that vLLM loads in each of its processes (group vllm.general_plugins in setup.cfg).
 Without the variable it does nothing, and imports nothing beyond this package. With it, layers of DSA take their
-indexer, selection, cache writes and attention from here (``layer``, ``backend``); the rest of the model stays vLLM's. A
-vLLM that is not in ``versions``, or a model or setting that was never run, is refused by name before weights are read.
+indexer, selection, cache writes and attention from here (``layer`` and ``backend`` for DeepSeek-V3.2 and GLM-5,
+``windowed`` for DeepSeek-V4); the rest of the model stays vLLM's. A vLLM that is not in ``versions``, or a model or
+setting that was never run, is refused by name before weights are read.
 """
 
 from __future__ import annotations

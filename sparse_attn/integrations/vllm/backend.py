@@ -29,8 +29,9 @@ from sparse_attn.types import StepPlan
 
 FP8_RECORDS = "fp8_ds_mla"  # vLLM's name of LatentFp8Layout, in the size that it has for DeepSeek-V3.2
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", FP8_RECORDS)
-MODELS = ("deepseek_v32", "glm_moe_dsa")
+MODELS = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4")
 STEP = "sparse_attn"
+INDEX_CACHE = "SPARSE_ATTN_VLLM_INDEX_CACHE"
 
 
 @dataclass
@@ -47,16 +48,20 @@ class SparseAttnMetadata(AttentionMetadata):
     def plan(self) -> StepPlan:
         """What an indexer asks for once a step. It is built within the forward: a captured graph then reads vLLM's own
         persistent tensors."""
-        common, requests = self.common, self.common.num_reqs
-        return build_step_plan(
-            common.query_start_loc[: requests + 1].int(),
-            common.seq_lens[:requests].int(),
-            common.block_table_tensor[:requests].int(),
-            common.slot_mapping[: self.num_actual_tokens].long(),
-            max_context=int(common.max_seq_len),
-            num_decodes=self.num_decodes,
-            kv_capacity=int(common.seq_lens_cpu_upper_bound[self.num_decodes : requests].sum()),
-        )
+        return step_plan(self.common, self.num_decodes)
+
+
+def step_plan(common: CommonAttentionMetadata, num_decodes: int) -> StepPlan:
+    requests = common.num_reqs
+    return build_step_plan(
+        common.query_start_loc[: requests + 1].int(),
+        common.seq_lens[:requests].int(),
+        common.block_table_tensor[:requests].int(),
+        common.slot_mapping[: common.num_actual_tokens].long(),
+        max_context=int(common.max_seq_len),
+        num_decodes=num_decodes,
+        kv_capacity=int(common.seq_lens_cpu_upper_bound[num_decodes:requests].sum()),
+    )
 
 
 class SelectedStep(NamedTuple):
@@ -80,8 +85,7 @@ class SparseAttnMetadataBuilder(AttentionMetadataBuilder[SparseAttnMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SparseAttnMetadata:
         common = common_attn_metadata
-        if common.causal is not True:
-            refuse(["causal: got rows that see later ones, allowed: True"])
+        refuse_later_rows(common)
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
         return SparseAttnMetadata(common.num_actual_tokens, decodes, prefills, decode_tokens, common)
 
@@ -150,6 +154,11 @@ class SparseAttnImpl(MLAAttentionImpl[SparseAttnMetadata]):
         q = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         layouts = CacheLayouts(kv=self._layout(cache), index=cast(Any, None))  # index keys are the indexer's
         return attend(q, cache, plan, selection, layouts=layouts, scale=self.scale, d_v=self.latent)
+
+
+def refuse_later_rows(common: CommonAttentionMetadata) -> None:
+    if common.causal is not True:
+        refuse(["causal: got rows that see later ones, allowed: True"])
 
 
 def refuse(problems: list[str]) -> NoReturn:

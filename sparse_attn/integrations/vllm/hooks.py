@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 
 from sparse_attn.integrations.vllm.versions import VARIABLE, VERSIONS
 
+WINDOWED_MODEL = "sparse_attn.integrations.vllm.windowed:DeepseekV4ForCausalLM"
 BACKEND = "sparse_attn.integrations.vllm.backend.SparseAttnBackend"
 
 
@@ -30,6 +31,9 @@ def install(check_failure: Callable[[], None]) -> None:
 
     get_attn_backend_cls.sparse_attn = True
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+    from vllm.model_executor.models import ModelRegistry
+
+    ModelRegistry.register_model("DeepseekV4ForCausalLM", WINDOWED_MODEL)  # it asks no platform for a backend
 
 
 def check(asked: str) -> None:

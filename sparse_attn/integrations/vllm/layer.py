@@ -17,7 +17,7 @@ from vllm.model_executor.custom_op import PluggableLayer
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from sparse_attn.integrations.vllm.backend import STEP, SelectedStep, SparseAttnBackend, selected_step
+from sparse_attn.integrations.vllm.backend import INDEX_CACHE, STEP, SelectedStep, SparseAttnBackend, selected_step
 from sparse_attn.layout import PLAIN_NAME, IndexFp8Layout, IndexLayout, PlainLayout
 from sparse_attn.ops.indexer.queries import indexer_q_rope_quant
 from sparse_attn.ops.layers.rope import apply_rope
@@ -26,7 +26,6 @@ from sparse_attn.pipeline.layouts import CacheLayouts
 from sparse_attn.types import QuantisedQuery
 
 LAYER = MultiHeadLatentAttentionWrapper.__name__
-INDEX_CACHE = "SPARSE_ATTN_VLLM_INDEX_CACHE"
 INDEX_DTYPES = {"fp8": torch.uint8, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
