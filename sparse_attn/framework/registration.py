@@ -38,14 +38,17 @@ def define_op(
     rules: Callable[..., None],
     launch: Callable[[], Callable],
     kernels: Sequence[Kernel] = (),
+    gradient: tuple[Callable, Callable] | None = None,
 ) -> Callable:
     """Define ``sparse_attn::name`` with ``signature`` (as in "(Tensor x, str impl) -> Tensor").
 
-    rules: of debug mode. launch: imports the launcher and gives it. kernels: those that ``impl`` may name.
+    rules: of debug mode. launch: imports the launcher and gives it. kernels: those that ``impl`` may name. gradient:
+    what keeps a call's tensors and what makes the gradients of its arguments, as torch.library.register_autograd takes
+    them.
 
-    The returned function calls the operator and ends gradients there; numbers, flags and strings of another type are a
-    TypeError that names them. Its ``overload`` is the operator, its ``__module__`` the package of ``fake``; the other
-    attributes are what is given here.
+    The returned function calls the operator, and ends gradients there if it has none; numbers, flags and strings of
+    another type are a TypeError that names them. Its ``overload`` is the operator, its ``__module__`` the package of
+    ``fake``; the other attributes are what is given here.
     """
     qualified = f"{NAMESPACE}::{name}"
     torch.library.define(qualified, signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
@@ -57,8 +60,9 @@ def define_op(
     named = tuple(kernel.name for kernel in kernels)
     referred, ruled = (taking(function, names[:-1]) for function in (reference, rules))
     real = _implementation(
-        name, names, tensors, reference=referred, rules=ruled, launch=launch, kernels=named, end=(overload, qualified)
-    )
+        name, names, tensors, reference=referred, rules=ruled, launch=launch, kernels=named,
+        end=None if gradient else (overload, qualified),
+    )  # fmt: skip
     scalars = [
         (place, argument.name, *SCALARS[str(argument.real_type)])  # a dtype's type is int, too
         for place, argument in enumerate(arguments)
@@ -69,13 +73,16 @@ def define_op(
         for place, name, kind, check in scalars:
             if type(args[place]) is not kind:
                 check(name, args[place])
-        return gradients.call(overload, qualified, args) if followed(args, tensors) else overload(*args)
+        ends = gradient is None and followed(args, tensors)
+        return gradients.call(overload, qualified, args) if ends else overload(*args)
 
     torch.library.impl(qualified, ("cpu", "cuda"))(real)
     faked = taking(fake, names[:-1])
     torch.library.register_fake(qualified)(lambda *args: faked(*args[:-1]))
+    if gradient is not None:
+        torch.library.register_autograd(qualified, gradient[1], setup_context=gradient[0])
     call.__name__, call.__module__ = name, fake.__module__.rpartition(".")[0]
-    call.overload, call.kernels = overload, kernels
+    call.overload, call.kernels, call.gradient = overload, kernels, gradient
     call.fake, call.reference, call.rules, call.launch = faked, referred, ruled, launch
     OPERATORS[name] = call
     return call

@@ -146,6 +146,12 @@ BAD = {
         (dict(indptr=ints(0, 3, 3, 5)), f"ragged.indices[0] of row 0: got {INT_MIN}"),
         (dict(sink=torch.tensor([0.0, math.nan])), "sink[1]: got nan"),
     ],
+    "sparse_attn_prefill_backward": [
+        (dict(indptr=ints(1, 3, 2, 5)), "ragged.indptr[2]: got 2, allowed: at least 3"),
+        (dict(indices=ints(0, 8, -1, 0, 9, 0)), "ragged.indices[4] of row 2: got 9, allowed: -1, or 0 to 8 (rows of kv)"),
+        (dict(sink=torch.tensor([0.0, math.nan])), "sink[1]: got nan"),
+        (dict(lse=torch.full((3, 2), math.inf)), "lse[0, 0]: got inf, allowed: what the forward gave"),
+    ],
     "sparse_attn_decode": [
         (dict(indices=ints(11, 12, 0)), "ragged.indices[1] of row 1: got 12, allowed: -1, or 0 to 11 (slots of the cache)"),
         (dict(extra_indices=ints(7, 8)), "extra_ragged.indices[1] of row 0: got 8"),

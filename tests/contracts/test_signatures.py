@@ -249,6 +249,10 @@ inf_lse, str impl) -> ()
 sparse_attn::sparse_attn_prefill(Tensor q, Tensor kv, Tensor indices, Tensor indptr, float scale, int d_v, Tensor?
 sink, bool batch_invariant, str impl) -> (Tensor out, Tensor lse)
 
+sparse_attn::sparse_attn_prefill_backward(Tensor q, Tensor kv, Tensor indices, Tensor indptr, Tensor out, Tensor
+lse, Tensor? dout, Tensor? dlse, Tensor? sink, float scale, int d_v, bool wants_q, bool wants_kv, bool wants_sink,
+str impl) -> (Tensor dq, Tensor dkv, Tensor dsink)
+
 sparse_attn::step_plan(Tensor query_start_loc, Tensor seq_lens, Tensor slot_mapping, SymInt num_decodes, SymInt
 next_n, str impl) -> (Tensor request_ids, Tensor positions, Tensor limits, Tensor slots, Tensor kv_indptr, Tensor
 kv_start, Tensor kv_end)

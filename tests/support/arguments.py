@@ -112,6 +112,11 @@ GOOD = {
         q=torch.ones(3, 2, 16), kv=torch.ones(9, 16), indices=ints(INT_MIN, 8, -1, 0, 0, INT_MAX), indptr=ints(1, 3, 3, 5),
         scale=1.0, d_v=12, sink=SINK, batch_invariant=False,
     ),
+    "sparse_attn_prefill_backward": lambda: dict(
+        q=torch.ones(3, 2, 16), kv=torch.ones(9, 16), indices=ints(INT_MIN, 8, -1, 0, 0, INT_MAX), indptr=ints(1, 3, 3, 5),
+        out=torch.ones(3, 2, 12), lse=torch.tensor([[16.0] * 2, [-math.inf] * 2, [16.0] * 2]), dout=torch.ones(3, 2, 12),
+        dlse=torch.ones(3, 2), sink=SINK, scale=1.0, d_v=12, wants_q=True, wants_kv=True, wants_sink=True,
+    ),
     "sparse_attn_decode": lambda: dict(
         q=torch.ones(2, 2, 16), cache=allocate_cache(PLAIN, 3, 4, "cpu"), indices=ints(11, -1, INT_MAX), indptr=ints(0, 1, 2),
         scale=1.0, layout=PLAIN.name, extra_cache=allocate_cache(PLAIN, 2, 4, "cpu"), extra_indices=ints(7, 0),

@@ -24,7 +24,8 @@ from sparse_attn.cache import check_cache
 from sparse_attn.framework import checks
 from sparse_attn.framework.registration import define_op
 from sparse_attn.layout import KvLayout, LatentFp8Layout, Layout, PlainLayout, PlanarFp8Layout
-from sparse_attn.ops.attention.sparse import dispatch, fake, reference
+from sparse_attn.ops.attention.sparse import dispatch, fake, gradients, reference
+from sparse_attn.ops.attention.sparse.two_lists import join_lists
 from sparse_attn.types import AttentionOutput, Ragged
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -47,6 +48,17 @@ _sparse_attn_prefill = define_op(
     rules=reference.rules_of_sparse_attn_prefill,
     launch=lambda: _launchers().sparse_attn_prefill,
     kernels=dispatch.KERNELS,
+    gradient=(gradients.keep, gradients.gradient),
+)
+_sparse_attn_prefill_backward = define_op(
+    "sparse_attn_prefill_backward",
+    "(Tensor q, Tensor kv, Tensor indices, Tensor indptr, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse,"
+    " Tensor? sink, float scale, int d_v, bool wants_q, bool wants_kv, bool wants_sink, str impl)"
+    " -> (Tensor dq, Tensor dkv, Tensor dsink)",
+    fake=fake.sparse_attn_prefill_backward,
+    reference=reference.sparse_attn_prefill_backward,
+    rules=reference.rules_of_sparse_attn_prefill_backward,
+    launch=lambda: _launchers().sparse_attn_prefill_backward,
 )
 _sparse_attn_decode = define_op(
     "sparse_attn_decode",
@@ -77,6 +89,7 @@ _merge_attn_states = define_op(
     reference=reference.merge_attn_states,
     rules=reference.rules_of_merge_attn_states,
     launch=lambda: _launchers().merge_attn_states,
+    gradient=(gradients.keep_states, gradients.gradient_of_states),
 )
 
 
@@ -87,45 +100,60 @@ def sparse_attn_prefill(
     *,
     scale: float,
     d_v: int,
+    extra_kv: torch.Tensor | None = None,
+    extra_ragged: Ragged | None = None,
     sink: torch.Tensor | None = None,
     batch_invariant: bool = False,
     impl: str = "auto",
 ) -> AttentionOutput:
-    """Attend to rows of a dense key-value matrix.
+    """Attend to rows of a dense key-value matrix, or to rows of two under one softmax.
 
     On a GPU 16 rows have to fit into shared memory beside as many queries, with d_v and the rest of d_qk rounded up to
     powers of two; otherwise it is a ValueError. 2-byte rows of 512 + 64 values fit on every GPU, of 1024 + 64 on those
     with 160 KiB or more.
 
+    out and lse have gradients by q, kv and sink, once: by the reference, so on a CPU and with impl="reference". A key's
+    is the sum over all rows that name it, in fp32 and in their order, so that its bits are the same in every run.
+    Where lse is NaN, they are NaN.
+
     Args:
-        q: [tokens, heads, d_qk] bf16, fp16 or fp32, 1 to 128 heads.
+        q: [tokens, heads, d_qk] bf16, fp16 or fp32, 1 to 128 heads; float64 for the reference.
         kv: [rows, d_qk] or [rows, 1, d_qk], dtype of q.
         ragged: row ids per token.
         scale: what scores are multiplied by before the softmax.
         d_v: leading values of a row that are its value, at most d_qk.
-        sink: fp32 [>= heads] or None.
+        extra_kv: more rows, as ``kv``, which are copied behind it. They and their ids: both or none.
+        extra_ragged: ids of rows of extra_kv per token.
+        sink: fp32 (float64 beside queries of it) [>= heads] or None.
         batch_invariant: a row's bits do not depend on how many rows there are. No row is split over CTAs, as none is
             where rows are many.
         impl: "auto", "reference", "triton", or a kernel's name.
 
     Returns:
-        AttentionOutput(out [tokens, heads, d_v] dtype of q, lse fp32 [tokens, heads]).
+        AttentionOutput(out [tokens, heads, d_v] dtype of q, lse fp32 (or float64) [tokens, heads]).
 
     Raises:
+        NotImplementedError: a backward that reaches a kernel, or the gradient itself.
         TypeError: wrong types or dtypes.
         ValueError: wrong shapes, strides or devices, or a value out of range.
     """
+    if extra_kv is not None or extra_ragged is not None:
+        if extra_kv is None or extra_ragged is None:
+            missing = "extra_kv" if extra_kv is None else "extra_ragged"
+            raise ValueError(f"{missing}: got None, allowed: both of extra_kv, extra_ragged, or none")
+        _check_rows("kv", kv, q)
+        _check_rows("extra_kv", extra_kv, q)
+        _check_ragged("ragged", ragged, q)
+        _check_ragged("extra_ragged", extra_ragged, q)
+        kv, extra_kv = (one.flatten(0, -2) for one in (kv, extra_kv))
+        ragged = join_lists(ragged, extra_ragged, kv.shape[0], extra_kv.shape[0])
+        kv = torch.cat([kv, extra_kv])
     if new := _PREFILL.new(q, kv, ragged, scale, d_v, sink, batch_invariant):
-        _check_queries(q, ragged, sink)
-        checks.check_dtype("kv", kv, (q.dtype,))
-        checks.check_rank("kv", kv, 2, 3)
-        shape, meaning = ((None,), "[rows, d_qk of q]") if kv.dim() == 2 else ((None, 1), "[rows, 1, d_qk of q]")
-        checks.check_shape("kv", kv, (*shape, q.shape[2]), meaning)
-        checks.check_unit_stride("kv", kv)
+        _check_queries(q, ragged, sink, (*FLOATS, torch.float64))
+        _check_rows("kv", kv, q)
         checks.check_integer("d_v", d_v)
         if not 1 <= d_v <= q.shape[2]:
             raise ValueError(f"d_v: got {d_v}, allowed: 1 to d_qk = {q.shape[2]}")
-        checks.check_same_device(q=q, kv=kv)
         _PREFILL.passed(new)
     if kv.dim() == 3:
         kv = kv.squeeze(1)
@@ -268,6 +296,7 @@ def merge_attn_states(
     """Merge attention over disjoint sets of keys into attention over their union.
 
     An lse that is NaN or +inf makes out and lse of its token and head NaN. A row's bits do not depend on the others.
+    Both outputs have gradients by outs, lses and sink.
 
     Args:
         outs: [states, tokens, heads, d_v] bf16, fp16 or fp32.
@@ -320,15 +349,26 @@ def lse_to_flashmla(lse: torch.Tensor) -> torch.Tensor:
     return torch.where(lse == -math.inf, math.inf, lse)
 
 
-def _check_queries(q: torch.Tensor, ragged: Ragged, sink: torch.Tensor | None) -> None:
-    checks.check_dtype("q", q, FLOATS)
+def _check_queries(
+    q: torch.Tensor, ragged: Ragged, sink: torch.Tensor | None, dtypes: tuple[torch.dtype, ...] = FLOATS
+) -> None:
+    checks.check_dtype("q", q, dtypes)
     checks.check_rank("q", q, 3)
     if not 1 <= q.shape[1] <= MAX_HEADS:
         raise ValueError(f"q: got {q.shape[1]} heads, allowed: 1 to {MAX_HEADS}")
     checks.check_unit_stride("q", q)
     _check_ragged("ragged", ragged, q)
-    _check_sink(sink, q.shape[1])
+    _check_sink(sink, q.shape[1], torch.promote_types(q.dtype, torch.float32))
     checks.check_same_device(q=q, sink=sink)
+
+
+def _check_rows(name: str, kv: torch.Tensor, q: torch.Tensor) -> None:
+    checks.check_dtype(name, kv, (q.dtype,))
+    checks.check_rank(name, kv, 2, 3)
+    shape, meaning = ((None,), "[rows, d_qk of q]") if kv.dim() == 2 else ((None, 1), "[rows, 1, d_qk of q]")
+    checks.check_shape(name, kv, (*shape, q.shape[2]), meaning)
+    checks.check_unit_stride(name, kv)
+    checks.check_same_device(**{"q": q, name: kv})
 
 
 def _check_ragged(name: str, ragged: Ragged, q: torch.Tensor) -> None:
@@ -397,10 +437,10 @@ def _unpacked(
     return cache, ragged.indices, ragged.indptr, layout.name
 
 
-def _check_sink(sink: torch.Tensor | None, heads: int) -> None:
+def _check_sink(sink: torch.Tensor | None, heads: int, dtype: torch.dtype = torch.float32) -> None:
     if sink is None:
         return
-    checks.check_dtype("sink", sink, (torch.float32,))
+    checks.check_dtype("sink", sink, (dtype,))
     checks.check_rank("sink", sink, 1)
     checks.check_unit_stride("sink", sink)
     if sink.shape[0] < heads:

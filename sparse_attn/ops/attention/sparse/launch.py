@@ -33,11 +33,35 @@ def sparse_attn_prefill(
     kernel: str | Choice[Plan] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """kernel: see dispatch.choose."""
+    if q.dtype == torch.float64:
+        raise TypeError("q: got torch.float64, allowed: torch.bfloat16, torch.float16, torch.float32 for a kernel")
     rows = kv_rows(kv, d_v, indices, indptr)
     invariant_rows = INVARIANT_PREFILL_ROWS if batch_invariant else None
     result = fake.allocate_output(q.shape[0], q.shape[1], d_v, q)
     _attend("sparse_attn_prefill", Call(q, rows, None, scale, sink, *result), invariant_rows, kernel)
     return result
+
+
+def sparse_attn_prefill_backward(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    indptr: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    scale: float,
+    d_v: int,
+    wants_q: bool,
+    wants_kv: bool,
+    wants_sink: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    raise NotImplementedError(
+        "sparse_attn::sparse_attn_prefill has no backward on a GPU: run it with impl='reference', under "
+        "torch.no_grad(), or detach what it is given"
+    )
 
 
 def sparse_attn_decode(

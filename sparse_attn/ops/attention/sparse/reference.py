@@ -14,13 +14,19 @@ import torch
 from sparse_attn.framework import debug
 from sparse_attn.framework.lanes import by_rows
 from sparse_attn.layout import parse_kv_layout, parse_layout
+from sparse_attn.ops.attention.sparse.fake import allocate_gradients
 
 GATHERED_ELEMENTS = 1 << 24
 
 
+def _wide(q: torch.Tensor) -> torch.dtype:
+    """What is reckoned in: fp32, and float64 for queries of it."""
+    return torch.promote_types(q.dtype, torch.float32)
+
+
 class Keys(NamedTuple):
-    """Rows to attend to: fetch(row ids, all valid) -> fp32 [n, d_qk], how many rows there are, and each token's ids, of
-    which the first lengths[token] count."""
+    """Rows to attend to: fetch(row ids, all valid) -> fp32 or float64 [n, d_qk], how many rows there are, and each
+    token's ids, of which the first lengths[token] count."""
 
     fetch: Callable[[torch.Tensor], torch.Tensor]
     rows: int
@@ -39,8 +45,55 @@ def sparse_attn_prefill(
     sink: torch.Tensor | None,
     batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    keys = [Keys(lambda rows: kv[rows].float(), kv.shape[0], indices, indptr)]
+    keys = [Keys(lambda rows: kv[rows].to(_wide(q)), kv.shape[0], indices, indptr)]
     return (_attend_alone if batch_invariant else _attend)(q, keys, scale, d_v, sink)[:2]
+
+
+def sparse_attn_prefill_backward(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    indptr: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    scale: float,
+    d_v: int,
+    wants_q: bool,
+    wants_kv: bool,
+    wants_sink: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A row of queries after the other, so that no bit of a row depends on those beside it."""
+    wide, heads = lse.dtype, q.shape[1]
+    dq, dkv, dsink = (one.zero_() for one in allocate_gradients(q, kv, sink, wants_q, wants_kv, wants_sink))
+    dk = torch.zeros_like(dkv, dtype=wide)
+    live = ~lse.isneginf()
+    kept = torch.ones_like(lse) if sink is None else by_rows(torch.sigmoid, lse - sink[:heads])
+    delta = torch.zeros_like(lse) if dout is None else (dout.to(wide) * out.to(wide)).sum(-1)
+    delta = torch.where(live, delta, 0.0)
+    if wants_sink:
+        dsink[:heads] = -torch.where(live, (1 - kept) * delta, 0.0).sum(0)
+    for row in range(q.shape[0]):
+        places = _named_rows(indices, indptr, row, kv.shape[0])
+        if not places.numel() or not (wants_q or wants_kv):
+            continue
+        keys, queries = kv[places].to(wide), q[row].to(wide)
+        weights = _weights_of(queries @ keys.T * scale)
+        dz = torch.zeros_like(weights) if dlse is None else weights * dlse[row].to(wide).unsqueeze(1)
+        if dout is not None:
+            given = dout[row].to(wide)
+            counted = weights * kept[row].unsqueeze(1)
+            dz = dz + counted * (given @ keys[:, :d_v].T - delta[row].unsqueeze(1))
+        if wants_q:
+            dq[row] = (dz @ keys * scale).to(q.dtype)
+        if wants_kv:
+            of_keys = dz.T @ queries * scale
+            if dout is not None:
+                of_keys[:, :d_v] += counted.T @ given
+            _add_rows(dk, places, of_keys)
+    return dq, dk.to(kv.dtype), dsink
 
 
 def sparse_attn_decode(
@@ -104,6 +157,26 @@ def merge_attn_states(
     return apply_sink(out, lse, sink).to(outs.dtype), lse
 
 
+def _add_rows(total: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+    """total[places] += rows, one after the other where a place stands more than once."""
+    if total.device.type == "cpu":
+        total.index_add_(0, places, rows)
+    else:
+        total.index_put_((places,), rows, accumulate=True)  # which sorts, and so is the same in every run
+
+
+def _weights_of(scores: torch.Tensor) -> torch.Tensor:
+    """Softmax over the last axis; 0 where all scores of a row are -inf."""
+    return softmax(scores, -1)[0]
+
+
+def _named_rows(indices: torch.Tensor, indptr: torch.Tensor, token: int, rows: int) -> torch.Tensor:
+    """The valid indices of one token, int64, as they stand."""
+    first, end = (int(indptr[place]) for place in (token, token + 1))
+    mine = indices[max(first, 0) : min(end, indices.numel())].long()
+    return mine[(mine >= 0) & (mine < rows)]
+
+
 def softmax(scores: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights, lse) of fp32 scores in natural log units; 0 and -inf where all scores are -inf, NaN where one is NaN or
     inf.
@@ -145,9 +218,9 @@ def _attend(
     q: torch.Tensor, keys: list[Keys], scale: float, d_v: int, sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, max_logits)"""
-    tokens, heads, d_qk = q.shape
-    out = torch.zeros(tokens, heads, d_v, dtype=torch.float32, device=q.device)
-    lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device)
+    (tokens, heads, d_qk), wide = q.shape, _wide(q)
+    out = torch.zeros(tokens, heads, d_v, dtype=wide, device=q.device)
+    lse = torch.full((tokens, heads), -torch.inf, dtype=wide, device=q.device)
     largest = lse.clone()
     widths = [_width(part) for part in keys]
     if sum(widths) == 0:
@@ -155,10 +228,10 @@ def _attend(
     step = max(1, GATHERED_ELEMENTS // (sum(widths) * d_qk))
     for first in range(0, tokens, step):
         chunk = slice(first, first + step)
-        gathered = [_gather(part, chunk, width, d_qk) for part, width in zip(keys, widths) if width]
+        gathered = [_gather(part, chunk, width, d_qk, wide) for part, width in zip(keys, widths) if width]
         rows = torch.cat([row for row, _ in gathered], 1)
         valid = torch.cat([known for _, known in gathered], 1)
-        scores = torch.einsum("thd,tkd->thk", q[chunk].float(), rows) * scale
+        scores = torch.einsum("thd,tkd->thk", q[chunk].to(wide), rows) * scale
         scores = torch.where(valid.unsqueeze(1), scores, -torch.inf)
         weights, lse[chunk] = softmax(scores, 2)
         largest[chunk] = torch.where(scores.isnan(), -torch.inf, scores).amax(2)
@@ -192,8 +265,8 @@ def _width(keys: Keys) -> int:
     return min(max(int(keys.indptr.long().diff().max()), 0), keys.indices.numel())
 
 
-def _gather(keys: Keys, chunk: slice, width: int, d_qk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first ``width`` rows that each token of a chunk names: (fp32 [tokens, width, d_qk], valid [tokens, width]).
+def _gather(keys: Keys, chunk: slice, width: int, d_qk: int, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first ``width`` rows that each token of a chunk names: ([tokens, width, d_qk], valid [tokens, width]).
 
     Rows that are not valid are 0.
     """
@@ -205,7 +278,7 @@ def _gather(keys: Keys, chunk: slice, width: int, d_qk: int) -> tuple[torch.Tens
     at = starts.unsqueeze(1) + torch.arange(width, device=starts.device)
     row = keys.indices[at.clamp_max(capacity - 1)].long()
     valid = (at < ends.unsqueeze(1)) & (row >= 0) & (row < keys.rows)
-    rows = torch.zeros(*row.shape, d_qk, dtype=torch.float32, device=row.device)
+    rows = torch.zeros(*row.shape, d_qk, dtype=wide, device=row.device)
     rows[valid] = keys.fetch(row[valid])
     return rows, valid
 
@@ -218,6 +291,13 @@ def rules_of_sparse_attn_prefill(
 ) -> None:
     _rows("", indices, indptr, kv.shape[0], "rows of kv")
     debug.not_nan("sink", sink)
+
+
+def rules_of_sparse_attn_prefill_backward(
+    kv: torch.Tensor, indices: torch.Tensor, indptr: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None
+) -> None:
+    rules_of_sparse_attn_prefill(kv, indices, indptr, sink)
+    debug.refuse("lse", lse, lse.isposinf(), "what the forward gave")
 
 
 def rules_of_sparse_attn_decode(
