@@ -322,7 +322,7 @@ def test_what_the_bridge_does_not_do_is_refused():
         refused("attention_mask: got a mask that the caller", attention_mask=torch.zeros(2, 1, 9, 9))
         refused("output_attentions: got True", output_attentions=True)
     trained = copy.deepcopy(models("deepseek_v32")[1]).requires_grad_()
-    refused("where a gradient is wanted", trained)
+    refused("use_cache: got a cache where a gradient is wanted", trained)
     trained.train()
     for layer in trained.model.layers:
         layer.self_attn.attention_dropout = 0.5

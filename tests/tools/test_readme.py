@@ -13,7 +13,7 @@ from conftest import long
 
 ROOT = Path(__file__).parents[2]
 README, PAGES = ROOT / "README.md", ROOT / "scripts" / "docs" / "pages"
-WITH_EXAMPLES = {"README", "compile", "debug", "decode-loop", "golden-tests", "kernels", "transformers"}
+WITH_EXAMPLES = {"README", "compile", "debug", "decode-loop", "golden-tests", "kernels", "training", "transformers"}
 
 
 def blocks_of(path):

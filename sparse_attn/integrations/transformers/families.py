@@ -142,7 +142,7 @@ def _attention_forward(original: Any) -> Any:
         if cache is not None:
             check_filled(self, cache, ours)
         if ours:
-            check_call(self, hidden_states, others)
+            check_call(self, hidden_states, cache, others)
             check_absorbable(self.kv_b_proj)
             cache = None if cache is None else latent.RowCache(cache)
         return original(self, hidden_states, *args, cache=cache, **others)
@@ -190,7 +190,7 @@ def _windowed_forward(original: Any) -> Any:
             return original(
                 self, hidden_states, position_embeddings, position_ids, attention_mask, cache=cache, **others
             )
-        check_call(self, hidden_states, others)
+        check_call(self, hidden_states, cache, others)
         arguments = hidden_states, position_embeddings, position_ids, attention_mask, cache
         return windowed.attention(self, *arguments), None
 

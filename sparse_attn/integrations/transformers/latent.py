@@ -72,7 +72,8 @@ def attend(
     shift, chosen = shift.repeat_interleave(rows), indices.flatten(0, 1)
     queries, sink = query.transpose(0, 1).flatten(1, 2), None if s_aux is None else s_aux.float()
     total = batch * rows
-    step = total if torch.compiler.is_compiling() else ROWS  # a loop over rows would be compiled for each length
+    # A loop over rows would be compiled for each length, and add up a key's gradient in another order.
+    step = total if torch.compiler.is_compiling() or torch.is_grad_enabled() else ROWS
     parts = []
     for start in range(0, total, max(step, 1)):
         part = slice(start, start + step)

@@ -16,13 +16,16 @@ def refuse(name: str, got: object, allowed: str) -> NoReturn:
     raise ValueError(f"{name}: got {got}, allowed: {allowed}")
 
 
-def check_call(module: nn.Module, hidden: torch.Tensor, options: dict[str, Any]) -> None:
-    """Refuse gradients, dropout and attention weights in a call of an attention layer."""
+def check_call(module: nn.Module, hidden: torch.Tensor, cache: Any, options: dict[str, Any]) -> None:
+    """Refuse dropout and attention weights in a call of an attention layer, and gradients on a GPU or with a cache."""
     if torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in module.parameters())):
-        refuse(
-            "attn_implementation", "sparse_attn where a gradient is wanted, for which no operator has a backward",
-            'a call under torch.no_grad() or torch.inference_mode(), or attn_implementation="eager"',
-        )  # fmt: skip
+        if hidden.device.type != "cpu":
+            refuse(
+                "attn_implementation", f"sparse_attn on {hidden.device} where a gradient is wanted",
+                'a CPU, a call under torch.no_grad() or torch.inference_mode(), or attn_implementation="eager"',
+            )  # fmt: skip
+        if cache is not None:
+            refuse("use_cache", "a cache where a gradient is wanted", "use_cache=False")
     if module.training and getattr(module, "attention_dropout", 0.0):
         refuse("attention_dropout", f"{module.attention_dropout} in training mode", "0, or model.eval()")
     if options.get("output_attentions") or getattr(module.config, "output_attentions", False):

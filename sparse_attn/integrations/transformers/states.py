@@ -49,6 +49,8 @@ def rotate(values: torch.Tensor, turn: Turn) -> torch.Tensor:
     """``values`` [..., dim] with the last values rotated, in fp32. They are written in place where it is not compiled,
     which takes half of the calls."""
     if turn.second is None:
+        if values.requires_grad and torch.is_grad_enabled():  # what made them may need them as they are
+            values = values.clone()
         rope = values[..., -2 * turn.first.shape[-1] :]
         pairs = torch.view_as_complex(torch.unflatten(rope.float(), -1, (-1, 2)))
         rope.copy_(torch.view_as_real(pairs * turn.first).flatten(-2))

@@ -26,7 +26,7 @@ from sparse_attn.integrations.transformers.states import (
     written,
 )
 from sparse_attn.layout import PLAIN_DTYPE, PlainLayout
-from sparse_attn.ops.attention.sparse import sparse_attn_decode
+from sparse_attn.ops.attention.sparse import sparse_attn_decode, sparse_attn_prefill
 from sparse_attn.ops.ragged.lists import build_ragged_indices_from_dense
 from sparse_attn.ops.topk.fused import index_topk_decode
 from sparse_attn.types import Ragged
@@ -93,7 +93,7 @@ def attention(
     seen = _seen(module, hidden, window, at.expand(batch, -1), bounds, state)
     q_latent = written(normed(module.q_a_norm, module.q_a_proj(hidden)))
     rows = Rows(hidden, q_latent, turn.over_heads(), index_turn.over_heads())
-    step = count if torch.compiler.is_compiling() else max(1, ROWS // batch)
+    step = count if torch.compiler.is_compiling() or torch.is_grad_enabled() else max(1, ROWS // batch)
     if count <= step:
         out = _attend(module, rows, seen)
     else:
@@ -144,8 +144,16 @@ def _attend(module: Any, rows: Rows, seen: Seen) -> torch.Tensor:
     layout = PlainLayout(DTYPE_NAME[seen.keys.dtype], module.head_dim)
     if seen.layer is not None and query.shape[1] == 1:
         out = _attend_to_one_cache(module, query.squeeze(1), rows, seen, layout)
-    else:
+    elif torch.is_grad_enabled():
         extra: dict[str, Any] = {}
+        if seen.entries is not None:
+            extra = dict(extra_kv=seen.entries.flatten(0, 1), extra_ragged=_entries(module, rows, seen))
+        out = sparse_attn_prefill(
+            query.flatten(0, 1), seen.keys.flatten(0, 1), _ragged(seen.columns, seen.keys.shape[1]),
+            scale=module.scaling, d_v=module.head_dim, sink=module.sinks.float(), **extra,
+        ).out  # fmt: skip
+    else:
+        extra = {}
         if seen.entries is not None:
             extra = dict(extra_cache=seen.entries, extra_ragged=_entries(module, rows, seen), extra_layout=layout)
         out = sparse_attn_decode(

@@ -1,0 +1,91 @@
+"""Models of transformers that train under the bridge, beside their own eager attention."""
+
+import copy
+
+import pytest
+import torch
+from support.bridged import MODELS, models, padded_batch
+from support.parity import stable_topk
+
+import sparse_attn.integrations.transformers as bridge
+
+# Its gradient is what is left of sums that cancel.
+CANCELLED = "hc_head.hc_scale"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    bridge.register()
+    yield
+    bridge.unregister()
+
+
+@pytest.fixture(autouse=True)
+def stable(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "topk", stable_topk)
+
+
+def trained(name):
+    return [copy.deepcopy(model).requires_grad_().train() for model in models(name)]
+
+
+def gradients(model, ids, **options):
+    model.zero_grad()
+    output = model(ids, use_cache=False, **options)
+    values = output.logits if hasattr(output, "logits") else output.last_hidden_state
+    mask = options.get("attention_mask", torch.ones_like(ids)).unsqueeze(-1)
+    (values.float() * mask).square().mean().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def check(got, want):
+    assert [name for name, one in got.items() if one is None] == [name for name, one in want.items() if one is None]
+    for name, one in want.items():
+        if one is not None:
+            most = 1e-4 if not name.endswith(CANCELLED) else 1e-2
+            assert (got[name] - one).norm() <= most * one.norm(), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_eager(name):
+    eager, ours = trained(name)
+    ids, mask, positions = padded_batch()
+    options = dict(attention_mask=mask, position_ids=positions)
+    want, got = (gradients(model, ids, **options) for model in (eager, ours))
+    check(got, want)
+    learn = {name for name, one in got.items() if one is not None}
+    assert any("kv_b_proj" in name for name in learn) or name == "deepseek_v4"
+    assert not any("indexer" in name for name in learn)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])
+def test_activation_checkpointing(name):
+    _, ours = trained(name)
+    ids, *_ = padded_batch()
+    want = gradients(ours, ids)
+    want = {name: None if one is None else one.clone() for name, one in want.items()}
+    ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    check(gradients(ours, ids), want)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])
+def test_a_cache_is_refused(name):
+    _, ours = trained(name)
+    with pytest.raises(
+        ValueError, match="^use_cache: got a cache where a gradient is wanted, allowed: use_cache=False"
+    ):
+        ours(padded_batch()[0], use_cache=True)
+
+
+def test_steps_are_those_of_eager():
+    """Three steps of an optimiser, whose losses then agree."""
+    losses = []
+    for model in trained("deepseek_v32"):
+        optimizer, ids = torch.optim.SGD(model.parameters(), lr=0.02), padded_batch()[0]
+        for _ in range(3):
+            loss = model(ids, labels=ids, use_cache=False).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
