@@ -317,8 +317,6 @@ def test_what_the_bridge_does_not_do_is_refused():
     hole = torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1, 1]] * 2)
     with torch.no_grad():
         refused("attention_mask: got padding between tokens", attention_mask=hole)
-        refused("attention_mask: got packed sequences", position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2),
-                use_cache=False)  # fmt: skip
         refused("attention_mask: got a mask that the caller", attention_mask=torch.zeros(2, 1, 9, 9))
         refused("output_attentions: got True", output_attentions=True)
     trained = copy.deepcopy(models("deepseek_v32")[1]).requires_grad_()

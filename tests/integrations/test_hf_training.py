@@ -58,6 +58,29 @@ def test_gradients_are_those_of_eager(name):
     assert not any("indexer" in name for name in learn)
 
 
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "deepseek_v4"])
+def test_packed_documents(name):
+    """As eager packs them; and the first one as it is alone."""
+    eager, ours = trained(name)
+    ids, lengths = padded_batch()[0][:1], (19, 1, 25)
+    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    check(gradients(ours, ids, position_ids=positions), gradients(eager, ids, position_ids=positions))
+    with torch.no_grad():
+        packed, alone = (
+            ours(
+                ids[:, :some], position_ids=positions[:, :some], use_cache=False, output_hidden_states=True
+            ).hidden_states[-1]
+            for some in (45, 19)
+        )
+    torch.testing.assert_close(packed[:, :19], alone)
+
+
+def test_documents_that_deepseek_v4_would_mix_are_refused():
+    ids, positions = padded_batch()[0][:1], torch.cat([torch.arange(20), torch.arange(25)]).unsqueeze(0)
+    with pytest.raises(ValueError, match="packed"):
+        trained("deepseek_v4")[1](ids, position_ids=positions, use_cache=False)
+
+
 @pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])
 def test_activation_checkpointing(name):
     _, ours = trained(name)

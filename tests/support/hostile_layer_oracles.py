@@ -42,9 +42,13 @@ def attend(q, sources, scale, d_v, sink):
     return out, lse
 
 
-def sparse_attn_prefill(q, kv, ragged, scale, d_v, sink, batch_invariant):
-    rows = kv.reshape(kv.shape[0], q.shape[2]).double()
-    return attend(q, [(rows.__getitem__, len(rows), *ragged)], scale, d_v, sink)
+def sparse_attn_prefill(q, kv, ragged, scale, d_v, extra_kv, extra_ragged, sink, batch_invariant):
+    sources = []
+    for memory, lists in ((kv, ragged), (extra_kv, extra_ragged)):
+        if memory is not None:
+            rows = memory.reshape(memory.shape[0], q.shape[2]).double()
+            sources.append((rows.__getitem__, len(rows), *lists))
+    return attend(q, sources, scale, d_v, sink)
 
 
 def sparse_attn_decode(q, cache, ragged, scale, layout, extra_cache, extra_ragged, extra_layout, sink, batch_invariant):

@@ -54,22 +54,20 @@ ATTENTION = {
 
 
 def sparse_attn_prefill(draw):
-    dtype, tokens, heads, d_qk, count = (
-        pick(draw, FLOATS),
-        some(draw, 0, 3),
-        some(draw, 1, 3),
-        some(draw, 1, 24),
-        some(draw, 0, 9),
-    )
-    ragged = rows_of(draw, tokens, count)
-    kv = amid(draw, floats(draw, (count, d_qk), dtype))
-    for row in set(range(count)) - named_by(ragged, count):
-        kv[row] = NAN
-    if flag(draw):
-        kv = kv.unsqueeze(1)
+    dtype, tokens, heads, d_qk = pick(draw, FLOATS), some(draw, 0, 3), some(draw, 1, 3), some(draw, 1, 24)
+
+    def source():
+        count = some(draw, 0, 9)
+        ragged = rows_of(draw, tokens, count)
+        kv = amid(draw, floats(draw, (count, d_qk), dtype))
+        for row in set(range(count)) - named_by(ragged, count):
+            kv[row] = NAN
+        return kv.unsqueeze(1) if flag(draw) else kv, ragged
+
+    (kv, ragged), (extra_kv, extra_ragged) = source(), source() if flag(draw) else (None, None)
     return dict(
         q=amid(draw, floats(draw, (tokens, heads, d_qk), dtype)), kv=kv, ragged=ragged, scale=pick(draw, (0.3, -0.3, 0.0)),
-        d_v=some(draw, 1, d_qk), sink=sink_of(draw, heads),
+        d_v=some(draw, 1, d_qk), extra_kv=extra_kv, extra_ragged=extra_ragged, sink=sink_of(draw, heads),
     ), ATTENTION[dtype]  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """What a row may see, in the place of a mask of rows times keys.
 
-The cached keys that a row may see are one range: from the first token of its sequence that is no padding, to the row's
-own. So the mask of a step is int32 [batch, 1, rows, 2], which holds that range of cache positions for each row. A row
-that is padding has an empty range.
+The cached keys that a row may see are one range: from the first token of its sequence that is no padding, or of its
+document among those packed into one sequence, to the row's own. So the mask of a step is int32 [batch, 1, rows, 2],
+which holds that range of cache positions for each row. A row that is padding has an empty range.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from sparse_attn.framework import streams
 from sparse_attn.framework.torch_private import assert_on_device
+from sparse_attn.integrations.transformers.private import documents_of
 from sparse_attn.integrations.transformers.refusals import refuse
 
 
@@ -33,16 +34,16 @@ def row_bounds(
     padding is in front of them or behind them. q_offset, kv_offset: cache positions of the first row and the first key
     that a layer returns. local_size: a row sees that many keys at most, itself included. Ranges count from kv_offset.
 
-    Raises ValueError for packed sequences, for masks that are not causal, for padding between tokens, and for rows
+    Raises ValueError for masks that are not causal, for padding between tokens, and for rows
     behind the end of a cache of fixed size. Where the host would have to wait to know, the device is stopped.
     """
     from transformers.masking_utils import causal_mask_function
 
-    if others.get("mask_function", causal_mask_function) is not causal_mask_function and local_size is None:
-        refuse(
-            "attention_mask", "packed sequences, or a mask that is not causal",
-            "one sequence a row; pass attention_mask or a cache where sequences are not packed",
-        )  # fmt: skip
+    function, documents = others.get("mask_function", causal_mask_function), None
+    if function is not causal_mask_function and local_size is None:
+        documents = documents_of(function)
+        if documents is None:
+            refuse("attention_mask", "a mask that is not causal", "causal sequences, or such packed into one")
     _check_room(q_offset + q_length, kv_offset + kv_length)
     at = torch.arange(q_length, dtype=torch.int64, device=device) + q_offset
     if attention_mask is None:
@@ -56,6 +57,9 @@ def row_bounds(
         _check_contiguous(tokens.sum(-1, keepdim=True), first, last)
         seen = (first <= at) & (at <= last)
     first = first.expand(-1, q_length)
+    if documents is not None:
+        begins = torch.cat([documents.new_ones(batch_size, 1), documents.diff(dim=1)], 1) != 0
+        first = torch.where(begins, at, 0).cummax(1).values
     if local_size is not None:
         first = torch.maximum(first, at + 1 - local_size)
     ranges = torch.stack([first, torch.where(seen, at + 1, first)], -1) - kv_offset

@@ -27,13 +27,18 @@ def merge_attn_states(outs):
     return allocate_output(outs.shape[1], outs.shape[2], outs.shape[3], outs)
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What is reckoned in: fp32, and float64 for queries of it."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def allocate_output(
     tokens: int | torch.SymInt, heads: int | torch.SymInt, d_v: int | torch.SymInt, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Uninitialised (out [tokens, heads, d_v] in the dtype of ``like``, lse [tokens, heads] in fp32, or in float64)."""
     return (
         torch.empty(tokens, heads, d_v, dtype=like.dtype, device=like.device),
-        torch.empty(tokens, heads, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device),
+        torch.empty(tokens, heads, dtype=wide(like.dtype), device=like.device),
     )
 
 
@@ -41,7 +46,7 @@ def allocate_gradients(
     q: torch.Tensor, kv: torch.Tensor, sink: torch.Tensor | None, wants_q: bool, wants_kv: bool, wants_sink: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Uninitialised and contiguous (dq, dkv, dsink), each like its input; of no element where it is not wanted."""
-    like_sink = q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32)) if sink is None else sink
+    like_sink = q.new_empty(0, dtype=wide(q.dtype)) if sink is None else sink
     return (
         q.new_empty(q.shape if wants_q else (0,)),
         kv.new_empty(kv.shape if wants_kv else (0,)),

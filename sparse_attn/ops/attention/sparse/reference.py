@@ -15,13 +15,9 @@ from sparse_attn.framework import debug
 from sparse_attn.framework.lanes import by_rows
 from sparse_attn.layout import parse_kv_layout, parse_layout
 from sparse_attn.ops.attention.sparse.fake import allocate_gradients
+from sparse_attn.ops.attention.sparse.fake import wide as wide_of
 
 GATHERED_ELEMENTS = 1 << 24
-
-
-def _wide(q: torch.Tensor) -> torch.dtype:
-    """What is reckoned in: fp32, and float64 for queries of it."""
-    return torch.promote_types(q.dtype, torch.float32)
 
 
 class Keys(NamedTuple):
@@ -45,7 +41,7 @@ def sparse_attn_prefill(
     sink: torch.Tensor | None,
     batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    keys = [Keys(lambda rows: kv[rows].to(_wide(q)), kv.shape[0], indices, indptr)]
+    keys = [Keys(lambda rows: kv[rows].to(wide_of(q.dtype)), kv.shape[0], indices, indptr)]
     return (_attend_alone if batch_invariant else _attend)(q, keys, scale, d_v, sink)[:2]
 
 
@@ -218,7 +214,7 @@ def _attend(
     q: torch.Tensor, keys: list[Keys], scale: float, d_v: int, sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, max_logits)"""
-    (tokens, heads, d_qk), wide = q.shape, _wide(q)
+    (tokens, heads, d_qk), wide = q.shape, wide_of(q.dtype)
     out = torch.zeros(tokens, heads, d_v, dtype=wide, device=q.device)
     lse = torch.full((tokens, heads), -torch.inf, dtype=wide, device=q.device)
     largest = lse.clone()
