@@ -13,8 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 from sparse_attn.integrations.transformers.families import NAME, register, unregister
+from sparse_attn.integrations.transformers.replay import record_indices, replay_indices
 
-__all__ = ["NAME", "register", "static_cache", "unregister"]
+__all__ = ["NAME", "record_indices", "register", "replay_indices", "static_cache", "unregister"]
 
 
 def static_cache(model: Any, max_len: int) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparse_attn.integrations.transformers.replay import selected
 from sparse_attn.ops.topk.fused import index_topk_prefill
 
 
@@ -84,4 +85,4 @@ def run(
     queries, keys, weights = project(indexer, hidden, q_source, positions, at, rotation)
     if cache is not None:
         keys = cache.update_indexer(keys, indexer.layer_idx)
-    return select(queries, weights, keys, bounds, indexer.index_topk)
+    return selected(indexer, bounds, lambda: select(queries, weights, keys, bounds, indexer.index_topk))

@@ -13,6 +13,7 @@ import torch
 from sparse_attn.integrations.transformers.bounds import is_bounds
 from sparse_attn.integrations.transformers.indexer import select
 from sparse_attn.integrations.transformers.refusals import check_replaced, refuse
+from sparse_attn.integrations.transformers.replay import selected
 from sparse_attn.integrations.transformers.states import (
     POOLED_ROPE,
     SELECTING,
@@ -211,15 +212,21 @@ def _chosen(module: Any, rows: Rows, seen: Seen) -> torch.Tensor:
     if seen.index_keys is None:
         entries = torch.arange(room, dtype=torch.int32, device=rows.hidden.device)
         return torch.where(entries < seen.limits.unsqueeze(-1), entries, -1)
+    ranges = torch.stack([torch.zeros_like(seen.limits), seen.limits], -1)
+    return selected(module.compressor.indexer, ranges, lambda: _best(module, rows, seen, ranges))
+
+
+def _best(module: Any, rows: Rows, seen: Seen, ranges: torch.Tensor) -> torch.Tensor:
+    """The entries that the indexer selects of each row's range, as ``_chosen``."""
     index, keys = module.compressor.indexer, seen.index_keys
+    assert keys is not None and seen.limits is not None
     query = torch.unflatten(index.q_b_proj(rows.q_latent), -1, (-1, index.head_dim))
     query, scorer = rotate(query, rows.index_turn), index.scorer
     weights = scorer.weights_proj(rows.hidden).float() * (scorer.weights_scaling * scorer.softmax_scale)
     if query.shape[1] == 1 and seen.layer is not None:
         layout = PlainLayout(DTYPE_NAME[keys.dtype], index.head_dim)
         inputs = query, weights.flatten(0, 1), keys, seen.limits, seen.layer.table
-        return index_topk_decode(*inputs, index.index_topk, room, layout).unsqueeze(1)
-    ranges = torch.stack([torch.zeros_like(seen.limits), seen.limits], -1)
+        return index_topk_decode(*inputs, index.index_topk, seen.layer.room, layout).unsqueeze(1)
     return select(query, weights, keys, ranges, index.index_topk)
 
 
