@@ -112,3 +112,54 @@ def test_steps_are_those_of_eager():
             optimizer.step()
         losses.append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def adapted(model, **options):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    target = ["q_b_proj", "kv_b_proj", "o_proj"]
+    model = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=6, target_modules=target, **options))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # which begins as 0
+            parameter.data.normal_(0, 0.1)
+    return model
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_on_every_projection(dora):
+    """kv_b_proj, which is not called, too: their gradients and the logits are those of eager, as are those of an
+    adapter that is merged."""
+    eager, ours = (adapted(copy.deepcopy(model).train(), use_dora=dora) for model in models("deepseek_v32"))
+    ids = padded_batch()[0]
+    want, got = gradients(eager, ids), gradients(ours, ids)
+    check(got, want)
+    assert sum(one is not None and "kv_b_proj" in name for name, one in got.items()) == (6 if dora else 4)
+    with torch.no_grad():
+        unmerged = ours.eval()(ids, use_cache=False).logits
+        torch.testing.assert_close(ours.merge_and_unload()(ids, use_cache=False).logits, unmerged, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(lora_dropout=0.1), "^kv_b_proj: got an adapter with dropout in training mode, allowed: lora_dropout=0.0"),
+    (dict(lora_bias=True), "^kv_b_proj: got an adapter with a bias, allowed: lora_bias=False"),
+])  # fmt: skip
+def test_adapters_that_are_no_product_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        adapted(trained("deepseek_v32")[1], **options)(padded_batch()[0], use_cache=False)
+
+
+def test_transformers_trainer_takes_the_steps_of_eager(tmp_path):
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    ids, losses = padded_batch()[0], []
+    for model, name in zip(trained("deepseek_v32"), ("eager", "ours")):
+        model.config.use_cache = False
+        arguments = TrainingArguments(
+            tmp_path / name, max_steps=3, learning_rate=1e-2, per_device_train_batch_size=3, report_to=[], use_cpu=True,
+            save_strategy="no", logging_steps=1, disable_tqdm=True, max_grad_norm=0.0, optim="sgd",
+        )  # fmt: skip
+        trainer = Trainer(model, arguments, train_dataset=[dict(input_ids=row, labels=row) for row in ids])
+        trainer.train()
+        losses.append([one["loss"] for one in trainer.state.log_history if "loss" in one])
+    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-3)

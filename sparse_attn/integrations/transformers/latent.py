@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sparse_attn.integrations.transformers.bounds import is_bounds
-from sparse_attn.integrations.transformers.refusals import refuse
+from sparse_attn.integrations.transformers.refusals import is_adapted, refuse
 from sparse_attn.ops.attention.sparse import sparse_attn_prefill
 from sparse_attn.ops.ragged.lists import build_ragged_indices_from_dense
 from sparse_attn.types import Ragged
@@ -102,10 +102,12 @@ def absorbed(linear: Any, heads: int, nope: int, v: int, dtype: torch.dtype) -> 
     """kv_b_proj as (keys [heads, nope, latent], values [heads, v, latent]): views of its weight.
 
     linear: what ``check_absorbable`` lets pass. Codes of an FP8Linear are multiplied by their scales for this call
-    alone.
+    alone, and an adapter's weight is what it makes of each unit vector.
     """
     weight = linear.weight
-    if type(linear) is not torch.nn.Linear:
+    if is_adapted(linear):
+        weight = linear(torch.eye(linear.in_features, dtype=dtype, device=weight.device)).T
+    elif type(linear) is not torch.nn.Linear:
         weight = _dequantised(weight, linear.weight_scale_inv, linear.block_size, dtype)
     weight = torch.unflatten(weight, 0, (heads, nope + v))
     return weight[:, :nope], weight[:, nope:]

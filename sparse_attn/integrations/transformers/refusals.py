@@ -72,9 +72,18 @@ def check_replaced(name: str, module: nn.Module, *kinds: type) -> None:
 
 
 def check_absorbable(linear: nn.Module) -> None:
-    """Refuse a kv_b_proj whose weight is not all there is to it, as under an adapter or another quantisation."""
+    """Refuse a kv_b_proj whose weight is not all there is to it, as under another quantisation, and an adapter's that
+    is no product with a matrix."""
     from transformers.integrations.finegrained_fp8 import FP8Linear
 
+    if is_adapted(linear):
+        wrapper: Any = linear
+        check_absorbable(wrapper.get_base_layer())
+        if any(isinstance(one, nn.Dropout) and one.p and one.training for one in linear.modules()):
+            refuse("kv_b_proj", "an adapter with dropout in training mode", "lora_dropout=0.0, or model.eval()")
+        if any(getattr(one, "bias", None) is not None for one in linear.modules()):
+            refuse("kv_b_proj", "an adapter with a bias", "lora_bias=False")
+        return
     check_replaced("kv_b_proj", linear, nn.Linear, FP8Linear)
     weight: Any = linear.weight
     if linear.bias is not None:
@@ -83,3 +92,9 @@ def check_absorbable(linear: nn.Module) -> None:
         refuse("kv_b_proj", "a weight that is not on a device", "weights that are not offloaded")
     if hasattr(weight, "__tensor_flatten__"):  # shards of DTensor, and what torchao quantises
         refuse("kv_b_proj", f"a weight that is a {type(weight).__name__}", "a plain tensor")
+
+
+def is_adapted(linear: nn.Module) -> bool:
+    """Whether ``linear`` is peft's LoRA around a linear layer, called without hooks."""
+    lora: Any = sys.modules.get("peft.tuners.lora")
+    return lora is not None and type(linear) is lora.Linear and not has_forward_hooks(linear)
