@@ -358,7 +358,7 @@ def _check_queries(
         raise ValueError(f"q: got {q.shape[1]} heads, allowed: 1 to {MAX_HEADS}")
     checks.check_unit_stride("q", q)
     _check_ragged("ragged", ragged, q)
-    _check_sink(sink, q.shape[1], fake.wide(q.dtype))
+    _check_sink(sink, q.shape[1], fake.WIDE.get(q.dtype, torch.float32))
     checks.check_same_device(q=q, sink=sink)
 
 

@@ -6,6 +6,8 @@ import torch
 
 from sparse_attn.layout import parse_kv_layout
 
+WIDE = {torch.float64: torch.float64}  # what is reckoned in, by the dtype of queries; else fp32
+
 
 def sparse_attn_prefill(q, d_v):
     return allocate_output(q.shape[0], q.shape[1], d_v, q)
@@ -27,18 +29,13 @@ def merge_attn_states(outs):
     return allocate_output(outs.shape[1], outs.shape[2], outs.shape[3], outs)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is reckoned in: fp32, and float64 for queries of it."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def allocate_output(
     tokens: int | torch.SymInt, heads: int | torch.SymInt, d_v: int | torch.SymInt, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Uninitialised (out [tokens, heads, d_v] in the dtype of ``like``, lse [tokens, heads] in fp32, or in float64)."""
     return (
         torch.empty(tokens, heads, d_v, dtype=like.dtype, device=like.device),
-        torch.empty(tokens, heads, dtype=wide(like.dtype), device=like.device),
+        torch.empty(tokens, heads, dtype=WIDE.get(like.dtype, torch.float32), device=like.device),
     )
 
 
@@ -46,7 +43,7 @@ def allocate_gradients(
     q: torch.Tensor, kv: torch.Tensor, sink: torch.Tensor | None, wants_q: bool, wants_kv: bool, wants_sink: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Uninitialised and contiguous (dq, dkv, dsink), each like its input; of no element where it is not wanted."""
-    like_sink = q.new_empty(0, dtype=wide(q.dtype)) if sink is None else sink
+    like_sink = q.new_empty(0, dtype=WIDE.get(q.dtype, torch.float32)) if sink is None else sink
     return (
         q.new_empty(q.shape if wants_q else (0,)),
         kv.new_empty(kv.shape if wants_kv else (0,)),

@@ -14,8 +14,7 @@ import torch
 from sparse_attn.framework import debug
 from sparse_attn.framework.lanes import by_rows
 from sparse_attn.layout import parse_kv_layout, parse_layout
-from sparse_attn.ops.attention.sparse.fake import allocate_gradients
-from sparse_attn.ops.attention.sparse.fake import wide as wide_of
+from sparse_attn.ops.attention.sparse.fake import WIDE, allocate_gradients
 
 GATHERED_ELEMENTS = 1 << 24
 
@@ -41,7 +40,7 @@ def sparse_attn_prefill(
     sink: torch.Tensor | None,
     batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    keys = [Keys(lambda rows: kv[rows].to(wide_of(q.dtype)), kv.shape[0], indices, indptr)]
+    keys = [Keys(lambda rows: kv[rows].to(WIDE.get(q.dtype, torch.float32)), kv.shape[0], indices, indptr)]
     return (_attend_alone if batch_invariant else _attend)(q, keys, scale, d_v, sink)[:2]
 
 
@@ -214,7 +213,7 @@ def _attend(
     q: torch.Tensor, keys: list[Keys], scale: float, d_v: int, sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, max_logits)"""
-    (tokens, heads, d_qk), wide = q.shape, wide_of(q.dtype)
+    (tokens, heads, d_qk), wide = q.shape, WIDE.get(q.dtype, torch.float32)
     out = torch.zeros(tokens, heads, d_v, dtype=wide, device=q.device)
     lse = torch.full((tokens, heads), -torch.inf, dtype=wide, device=q.device)
     largest = lse.clone()
