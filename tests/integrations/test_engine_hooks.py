@@ -43,7 +43,6 @@ def test_every_version_that_is_taken_was_compared():
     ("v1/attention/backend.py:AttentionMetadataBuilder.build", "backend.py", "SparseAttnMetadataBuilder.build"),
     ("v1/attention/backend.py:MLAAttentionImpl.do_kv_cache_update", "backend.py", "SparseAttnImpl.do_kv_cache_update"),
     ("v1/attention/backend.py:MLAAttentionImpl.forward_mqa", "backend.py", "SparseAttnImpl.forward_mqa"),
-    ("v1/attention/backend.py:AttentionMetadataBuilder.__init__", "windowed.py", "WindowedMetadataBuilder.__init__"),
     ("v1/attention/backend.py:AttentionMetadataBuilder.build", "windowed.py", "WindowedMetadataBuilder.build"),
     ("models/deepseek_v4/cpu/cpu_sparse.py:DeepseekV4CPUAttention._sparse_indexer_and_attn", "windowed.py",
      "SparseAttnWindowedAttention._sparse_indexer_and_attn"),

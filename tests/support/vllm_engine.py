@@ -110,7 +110,7 @@ def watch_v4(worst):
             at = int(positions[row])
 
             def keys(layer, prefix, layout, places):
-                held, table = layer.kv_cache.shape[1], metadata[prefix].common.block_table_tensor[owners[row]]
+                held, table = layer.kv_cache.shape[1], metadata[prefix].block_table[owners[row]]
                 slots = table[places // held].long() * held + places % held
                 return layout.decode(layer.kv_cache, slots).float()
 

@@ -1,8 +1,8 @@
 """DeepSeek-V4 in vLLM: the selection of entries, and attention over a row's window and its entries.
 
 vLLM's attention layer keeps its projections, norms, rotations, compressors and cache writes. Its caches hold the bytes
-of PlanarFp8Layout and IndexFp8Layout. What a step is to all of these is built here, in torch: vLLM's own builders need
-a Triton that compiles for CPUs.
+of PlanarFp8Layout and IndexFp8Layout. The metadata of a step is built here: vLLM's own builders need a Triton that
+compiles for CPUs.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -19,7 +19,7 @@ from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.models.deepseek_v4.compressor import CompressorMetadata
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
@@ -27,12 +27,14 @@ from sparse_attn.integrations.vllm import check_failure
 from sparse_attn.integrations.vllm.backend import (
     INDEX_CACHE,
     SparseAttnBackend,
+    SparseAttnMetadataBuilder,
     problems_of,
     refuse,
     refuse_later_rows,
     step_plan,
 )
 from sparse_attn.layout import IndexFp8Layout, PlanarFp8Layout
+from sparse_attn.ops.ragged.step_plans import build_compressed_plan
 from sparse_attn.pipeline.layouts import CacheLayouts
 from sparse_attn.pipeline.windowed import (
     Entries,
@@ -64,35 +66,25 @@ class WindowedMetadata(CompressorMetadata):
     num_decodes: int = 0
     num_prefills: int = 0
     max_seq_len: int = 0
-    common: Any = None
+    plan: StepPlan = cast(Any, None)  # of the cache's own blocks
 
 
-class WindowedMetadataBuilder(AttentionMetadataBuilder[WindowedMetadata]):
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.reorder_batch_threshold = 1
-
+class WindowedMetadataBuilder(SparseAttnMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> WindowedMetadata:
         common, spec = common_attn_metadata, self.kv_cache_spec
         refuse_later_rows(common)
-        rows, requests = common.num_actual_tokens, common.num_reqs
-        table, ends = common.block_table_tensor[:requests].clamp(min=0), common.query_start_loc[1 : requests + 1]
-        at = torch.arange(rows, dtype=ends.dtype, device=ends.device)
-        owner = torch.searchsorted(ends, at, right=True)
-        slots, ratio = common.slot_mapping[:rows].long(), getattr(spec, "tokens_per_state", 1)
-        if ratio > 1:
-            held = spec.block_size // ratio
-            position = common.seq_lens[owner] - (ends[owner] - at)
-            entry = position // ratio
-            block = table[owner, entry // held].long()
-            slots = torch.where((position + 1) % ratio == 0, block * held + entry % held, -1)
         decodes, prefills, decode_tokens, prefill_tokens = split_decodes_and_prefills(common, decode_threshold=1)
+        plan, ratio = step_plan(common, decodes), getattr(spec, "tokens_per_state", 1)
+        slots = plan.slot_mapping
+        if ratio > 1:
+            slots = build_compressed_plan(plan, ratio=ratio, block_size=spec.block_size // ratio).slot_mapping
         return WindowedMetadata(
-            block_table=table, slot_mapping=slots, block_size=spec.block_size, token_to_req_indices=owner.int(),
-            num_decode_tokens=decode_tokens, num_prefill_tokens=prefill_tokens, num_actual_tokens=rows,
-            num_decodes=decodes, num_prefills=prefills, max_seq_len=common.max_seq_len, common=common,
+            block_table=plan.block_table.clamp(min=0), slot_mapping=slots, block_size=spec.block_size,
+            token_to_req_indices=plan.request_ids.clamp(min=0), num_decode_tokens=decode_tokens,
+            num_prefill_tokens=prefill_tokens, num_actual_tokens=common.num_actual_tokens, num_decodes=decodes,
+            num_prefills=prefills, max_seq_len=common.max_seq_len, plan=plan,
         )  # fmt: skip
 
 
@@ -129,9 +121,8 @@ class SparseAttnWindowedAttention(DeepseekV4CPUAttention):
             self.indexer.k_cache.get_attn_backend = backend
         for one in states:
             one.state_cache.get_attn_backend = backend
-        kv = PlanarFp8Layout(self.nope_head_dim, self.rope_head_dim)
-        index = IndexFp8Layout(self.indexer.head_dim if self.indexer is not None else self.rope_head_dim)
-        self.layouts = CacheLayouts(kv, index)
+        index = cast(Any, None) if self.indexer is None else IndexFp8Layout(self.indexer.head_dim)
+        self.layouts = CacheLayouts(PlanarFp8Layout(self.nope_head_dim, self.rope_head_dim), index)
 
     def _sparse_indexer_and_attn(
         self, hidden_states, index_q, index_q_scale, index_weights, q, kv, positions, out
@@ -154,11 +145,10 @@ class SparseAttnWindowedAttention(DeepseekV4CPUAttention):
         steps = get_forward_context().additional_kwargs.setdefault(WINDOWED_STEPS, {})
         ratio = self.compress_ratio
         if ratio not in steps:
-            window = metadata[self.swa_cache_layer.prefix]
-            plan = step_plan(window.common, window.num_decodes)._replace(ring_table=window.block_table.int())
-            held = {}
+            plan, held = metadata[self.swa_cache_layer.prefix].plan, {}
+            plan = plan._replace(ring_table=plan.block_table)
             if ratio > 1:
-                plan = plan._replace(block_table=metadata[self.prefix].block_table.int())
+                plan = plan._replace(block_table=metadata[self.prefix].plan.block_table)
                 held = {ratio: self.kv_cache.shape[1]}
             ring = self.swa_cache_layer.kv_cache.shape[1]
             steps[ratio] = PlannedStep(
