@@ -34,8 +34,8 @@ def row_bounds(
     padding is in front of them or behind them. q_offset, kv_offset: cache positions of the first row and the first key
     that a layer returns. local_size: a row sees that many keys at most, itself included. Ranges count from kv_offset.
 
-    Raises ValueError for masks that are not causal, for padding between tokens, and for rows
-    behind the end of a cache of fixed size. Where the host would have to wait to know, the device is stopped.
+    Raises ValueError for masks that are not causal, for padding between tokens, and for rows behind the end of a cache
+    of fixed size. Where the host would have to wait to know, the device is stopped.
     """
     from transformers.masking_utils import causal_mask_function
 

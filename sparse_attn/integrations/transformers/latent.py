@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sparse_attn.framework.registration import followed
 from sparse_attn.integrations.transformers.bounds import is_bounds
 from sparse_attn.integrations.transformers.refusals import is_adapted, refuse
 from sparse_attn.ops.attention.sparse import sparse_attn_prefill
@@ -72,8 +73,8 @@ def attend(
     shift, chosen = shift.repeat_interleave(rows), indices.flatten(0, 1)
     queries, sink = query.transpose(0, 1).flatten(1, 2), None if s_aux is None else s_aux.float()
     total = batch * rows
-    # A loop over rows would be compiled for each length, and add up a key's gradient in another order.
-    step = total if torch.compiler.is_compiling() or torch.is_grad_enabled() else ROWS
+    # A loop over rows would be compiled for each length, and would add up a key's gradient in the dtype of keys.
+    step = total if torch.compiler.is_compiling() or followed((key,), (0,)) else ROWS
     parts = []
     for start in range(0, total, max(step, 1)):
         part = slice(start, start + step)

@@ -95,6 +95,6 @@ def check_absorbable(linear: nn.Module) -> None:
 
 
 def is_adapted(linear: nn.Module) -> bool:
-    """Whether ``linear`` is peft's LoRA around a linear layer, called without hooks."""
+    """Whether a call of ``linear`` runs peft's LoRA around a linear layer, and nothing else."""
     lora: Any = sys.modules.get("peft.tuners.lora")
-    return lora is not None and type(linear) is lora.Linear and not has_forward_hooks(linear)
+    return lora is not None and other_than(linear, lora.Linear) is None

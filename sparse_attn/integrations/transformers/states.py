@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from sparse_attn.framework.registration import followed
 from sparse_attn.integrations.transformers.refusals import other_than
 
 POOLED_ROPE = "compress"
@@ -49,7 +50,7 @@ def rotate(values: torch.Tensor, turn: Turn) -> torch.Tensor:
     """``values`` [..., dim] with the last values rotated, in fp32. They are written in place where it is not compiled,
     which takes half of the calls."""
     if turn.second is None:
-        if values.requires_grad and torch.is_grad_enabled():  # what made them may need them as they are
+        if followed((values,), (0,)):  # what made them may need them as they are
             values = values.clone()
         rope = values[..., -2 * turn.first.shape[-1] :]
         pairs = torch.view_as_complex(torch.unflatten(rope.float(), -1, (-1, 2)))

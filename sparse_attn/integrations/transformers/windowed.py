@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparse_attn.framework.registration import followed
 from sparse_attn.integrations.transformers.bounds import is_bounds
 from sparse_attn.integrations.transformers.indexer import select
 from sparse_attn.integrations.transformers.refusals import check_replaced, refuse
@@ -94,7 +95,8 @@ def attention(
     seen = _seen(module, hidden, window, at.expand(batch, -1), bounds, state)
     q_latent = written(normed(module.q_a_norm, module.q_a_proj(hidden)))
     rows = Rows(hidden, q_latent, turn.over_heads(), index_turn.over_heads())
-    step = count if torch.compiler.is_compiling() or torch.is_grad_enabled() else max(1, ROWS // batch)
+    whole = torch.compiler.is_compiling() or followed((seen.keys, seen.entries), (0, 1))
+    step = count if whole else max(1, ROWS // batch)
     if count <= step:
         out = _attend(module, rows, seen)
     else:
@@ -145,26 +147,28 @@ def _attend(module: Any, rows: Rows, seen: Seen) -> torch.Tensor:
     layout = PlainLayout(DTYPE_NAME[seen.keys.dtype], module.head_dim)
     if seen.layer is not None and query.shape[1] == 1:
         out = _attend_to_one_cache(module, query.squeeze(1), rows, seen, layout)
-    elif torch.is_grad_enabled():
-        extra: dict[str, Any] = {}
-        if seen.entries is not None:
-            extra = dict(extra_kv=seen.entries.flatten(0, 1), extra_ragged=_entries(module, rows, seen))
-        out = sparse_attn_prefill(
-            query.flatten(0, 1), seen.keys.flatten(0, 1), _ragged(seen.columns, seen.keys.shape[1]),
-            scale=module.scaling, d_v=module.head_dim, sink=module.sinks.float(), **extra,
-        ).out  # fmt: skip
     else:
-        extra = {}
-        if seen.entries is not None:
-            extra = dict(extra_cache=seen.entries, extra_ragged=_entries(module, rows, seen), extra_layout=layout)
-        out = sparse_attn_decode(
-            query.flatten(0, 1), seen.keys, _ragged(seen.columns, seen.keys.shape[1]),
-            scale=module.scaling, layout=layout, sink=module.sinks.float(), **extra,
-        ).out  # fmt: skip
+        out = _attend_to_two(module, query, rows, seen, layout)
     out = rotate(torch.unflatten(out, 0, query.shape[:2]), rows.turn.back())  # a value is a rotated key
     out = written(out.to(query.dtype))
     groups = torch.unflatten(out.flatten(2), -1, (module.config.o_groups, -1))
     return module.o_b_proj(module.o_a_proj(groups).flatten(2))
+
+
+def _attend_to_two(module: Any, query: torch.Tensor, rows: Rows, seen: Seen, layout: PlainLayout) -> torch.Tensor:
+    """[batch * rows, heads, dim] of queries [batch, rows, heads, dim]: window and entries under one softmax."""
+    queries, sink, keys, entries = query.flatten(0, 1), module.sinks.float(), seen.keys, seen.entries
+    listed, more = _ragged(seen.columns, keys.shape[1]), None if entries is None else _entries(module, rows, seen)
+    if followed((query, keys, entries, sink), range(4)):  # attention in place has no gradient
+        rows_of = None if entries is None else entries.flatten(0, 1)
+        return sparse_attn_prefill(
+            queries, keys.flatten(0, 1), listed, scale=module.scaling, d_v=module.head_dim, extra_kv=rows_of,
+            extra_ragged=more, sink=sink,
+        ).out  # fmt: skip
+    return sparse_attn_decode(
+        queries, keys, listed, scale=module.scaling, layout=layout, extra_cache=entries, extra_ragged=more,
+        extra_layout=None if entries is None else layout, sink=sink,
+    ).out  # fmt: skip
 
 
 def _attend_to_one_cache(module: Any, query: torch.Tensor, rows: Rows, seen: Seen, layout: PlainLayout) -> torch.Tensor:
