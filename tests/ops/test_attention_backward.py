@@ -295,6 +295,8 @@ def test_what_has_no_gradient_says_so():
         first.sum().backward()
     with pytest.raises(NotImplementedError, match="has no backward on a GPU: run it with impl='reference'"):
         launch.sparse_attn_prefill_backward(*[None] * 14)
+    with pytest.raises(TypeError, match="^q: got torch.float64, allowed: .* for a kernel"):
+        launch.sparse_attn_prefill(q, case()[1], *LISTS, SCALE, D_V, None)
 
 
 def test_deterministic_algorithms_change_nothing():

@@ -112,9 +112,9 @@ def sparse_attn_prefill(
     powers of two; otherwise it is a ValueError. 2-byte rows of 512 + 64 values fit on every GPU, of 1024 + 64 on those
     with 160 KiB or more.
 
-    out and lse have gradients by q, kv and sink, once: by the reference, so on a CPU and with impl="reference". A key's
-    is the sum over all rows that name it, in fp32 and in their order, so that its bits are the same in every run.
-    Where lse is NaN, they are NaN.
+    out and lse have first derivatives by q, kv and sink where the reference runs: on a CPU, or with impl="reference".
+    A key's gradient is the sum over all rows that name it, in fp32 and in their order, so that its bits are the same in
+    every run. Where lse is NaN, gradients are NaN.
 
     Args:
         q: [tokens, heads, d_qk] bf16, fp16 or fp32, 1 to 128 heads; float64 for the reference.
@@ -133,7 +133,7 @@ def sparse_attn_prefill(
         AttentionOutput(out [tokens, heads, d_v] dtype of q, lse fp32 (or float64) [tokens, heads]).
 
     Raises:
-        NotImplementedError: a backward that reaches a kernel, or the gradient itself.
+        NotImplementedError: in a backward, where a kernel ran, or where a gradient is derived again.
         TypeError: wrong types or dtypes.
         ValueError: wrong shapes, strides or devices, or a value out of range.
     """

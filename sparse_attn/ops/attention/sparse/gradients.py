@@ -1,13 +1,12 @@
-"""The gradients of sparse_attn_prefill, for what of q, kv and sink they are wanted, and of merge_attn_states.
+"""The gradients of sparse_attn_prefill, by q, kv and sink, and of merge_attn_states.
 
 For row t and head h, with the forward's scores z, softmax s over the row's valid indices, lse L, a = sigmoid(L - sink)
 (1 without a sink) and delta = dout . out:
 dz_i = s_i (a (dout . v_i - delta) + dlse), dq = scale sum_i dz_i k_i,
 dk_i = scale sum_th dz_i q_th + (on the first d_v values) sum_th a s_i dout, dsink_h = -sum_t (1 - a) delta.
 
-Products of a key are added up in fp32, row after row, as indices stand in a row: bits depend on nothing but the call. A
-row of lse -inf gives and takes nothing. Where lse is NaN, gradients of that row's query head and of all keys that the
-row names are NaN.
+A key's parts are added up in fp32, row after row, in the order of a row's indices. A row whose lse is -inf gives and
+takes nothing. Where lse is NaN, so are the gradients of that query head and of every key that the row names.
 """
 
 from __future__ import annotations

@@ -70,12 +70,14 @@ def sparse_attn_prefill_backward(
     delta = torch.where(live, delta, 0.0)
     if wants_sink:
         dsink[:heads] = -torch.where(live, (1 - kept) * delta, 0.0).sum(0)
-    for row in range(q.shape[0]):
-        places = _named_rows(indices, indptr, row, kv.shape[0])
-        if not places.numel() or not (wants_q or wants_kv):
+    bounds = indptr.clamp(0, indices.numel()).tolist()
+    for row in range(q.shape[0] if wants_q or wants_kv else 0):
+        places = indices[bounds[row] : bounds[row + 1]].long()
+        places = places[(places >= 0) & (places < kv.shape[0])]
+        if not places.numel():
             continue
         keys, queries = kv[places].to(wide), q[row].to(wide)
-        weights = _weights_of(queries @ keys.T * scale)
+        weights = softmax(queries @ keys.T * scale, -1)[0]
         dz = torch.zeros_like(weights) if dlse is None else weights * dlse[row].to(wide).unsqueeze(1)
         if dout is not None:
             given = dout[row].to(wide)
@@ -158,18 +160,6 @@ def _add_rows(total: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> 
         total.index_add_(0, places, rows)
     else:
         total.index_put_((places,), rows, accumulate=True)  # which sorts, and so is the same in every run
-
-
-def _weights_of(scores: torch.Tensor) -> torch.Tensor:
-    """Softmax over the last axis; 0 where all scores of a row are -inf."""
-    return softmax(scores, -1)[0]
-
-
-def _named_rows(indices: torch.Tensor, indptr: torch.Tensor, token: int, rows: int) -> torch.Tensor:
-    """The valid indices of one token, int64, as they stand."""
-    first, end = (int(indptr[place]) for place in (token, token + 1))
-    mine = indices[max(first, 0) : min(end, indices.numel())].long()
-    return mine[(mine >= 0) & (mine < rows)]
 
 
 def softmax(scores: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
